@@ -16,7 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+import torch
+from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -27,9 +30,12 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 
-_MLP_SYMBOLS = (Symbols.MLP, Symbols.MOE)
+_MLP_KINDS = {Symbols.MLP: DENSE, Symbols.MOE: MOE}
+_MLP_SYMBOLS = tuple(_MLP_KINDS)
 _GPT_SOURCED_SYMBOLS = (Symbols.ATTENTION, *_MLP_SYMBOLS)
 _FRESH_INIT_SYMBOLS = (Symbols.MAMBA,)
+# HybridModel has it since megatron-core 0.19.
+_LATENT_ATTENTION_SYMBOL = '+'
 
 # What may stand before the decoder's own names: wrappers, and the prefixes that optimizers give
 # their state. Anything else is another model (`vision_model.decoder.layers.…`).
@@ -39,6 +45,8 @@ _DECODER_LAYER_KEY_RE = re.compile(_OWN_PREFIX + r'decoder\.layers\.(\d+)\.')
 _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
+
+_WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
 
 # `fsdp_dtensor` keys: the mappings around a parameter's name, then its wrappers.
 _EXPLICIT_CONTAINER_RE = re.compile(
@@ -81,16 +89,21 @@ class GPTCompatLayerMaps:
         return self.mlp_to_gpt[hybrid_layer]
 
 
-def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
+def gpt_compatible_layer_maps(
+    hybrid_layer_pattern: str, layout: CheckpointLayout | None = None
+) -> GPTCompatLayerMaps:
     """Pair the layers of a hybrid pattern with those of a GPT model.
 
     Args:
         hybrid_layer_pattern: as in ``--hybrid-layer-pattern``; ``|`` separators don't matter.
+        layout: of the checkpoint, where it is known. Its layers then have to be of the kinds that
+            the pattern asks for, which also allows patterns that mix dense and MoE MLPs, and
+            multi-latent attention (``+``).
 
     Raises:
         ValueError: the pattern is empty or None, has an MTP part, has a symbol that GPT layers
-            can't provide, mixes dense and MoE MLPs, or has unequal or zero numbers of attention
-            and MLP positions.
+            can't provide, mixes dense and MoE MLPs, has unequal or zero numbers of attention and
+            MLP positions, or differs from ``layout``.
     """
 
     def refuse(reason: str) -> ValueError:
@@ -100,27 +113,43 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
 
     if not hybrid_layer_pattern:
         raise refuse('it is empty; set --hybrid-layer-pattern.')
-    parsed = parse_hybrid_pattern(hybrid_layer_pattern)
+    try:
+        parsed = parse_hybrid_pattern(hybrid_layer_pattern)
+    except ValueError as error:
+        raise refuse(str(error)) from error
     if parsed.mtp_num_depths:
         raise refuse(f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.')
     symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
     if not symbols:
         raise refuse('it has no layers; set --hybrid-layer-pattern.')
-    strangers = sorted(set(symbols) - {*_GPT_SOURCED_SYMBOLS, *_FRESH_INIT_SYMBOLS})
+    latent = layout is not None and layout.latent_attention
+    attention_symbol = _LATENT_ATTENTION_SYMBOL if latent else Symbols.ATTENTION
+    supported = [attention_symbol, *_MLP_SYMBOLS, *_FRESH_INIT_SYMBOLS]
+    strangers = sorted(set(symbols).difference(supported))
     if strangers:
-        raise refuse(
-            f'no GPT layer provides {strangers}; supported are '
-            f'{[*_GPT_SOURCED_SYMBOLS, *_FRESH_INIT_SYMBOLS]}.'
-        )
-    if all(kind in symbols for kind in _MLP_SYMBOLS):
-        raise refuse("it mixes dense ('-') and MoE ('E') MLPs; use one kind.")
-    attention = [i for i, symbol in enumerate(symbols) if symbol == Symbols.ATTENTION]
+        raise refuse(f'no layer of it provides {strangers}; supported are {supported}.')
+    if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
+        raise refuse("it mixes dense ('-') and MoE ('E') MLPs, GPT layers are all alike.")
+    attention = [i for i, symbol in enumerate(symbols) if symbol == attention_symbol]
     mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
     if not attention or len(attention) != len(mlp):
         raise refuse(
             f'a GPT layer has one attention and one MLP, but the pattern has {len(attention)} '
-            f"attention ('*') and {len(mlp)} MLP ('-' or 'E') positions."
+            f"attention ({attention_symbol!r}) and {len(mlp)} MLP ('-' or 'E') positions."
         )
+    if layout is not None:
+        if layout.num_layers != len(attention):
+            raise refuse(
+                f'it has {len(attention)} attention and MLP positions, the checkpoint '
+                f'{layout.num_layers} layers.'
+            )
+        for gpt, hybrid in enumerate(mlp):
+            kind = layout.mlp_kinds.get(gpt)
+            if kind != _MLP_KINDS[symbols[hybrid]]:
+                raise refuse(
+                    f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
+                    f'{kind or "missing"}.'
+                )
     return GPTCompatLayerMaps(
         attention_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(attention)},
         mlp_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(mlp)},
@@ -128,6 +157,7 @@ def gpt_compatible_layer_maps(hybrid_layer_pattern: str) -> GPTCompatLayerMaps:
             i for i, symbol in enumerate(symbols) if symbol in _FRESH_INIT_SYMBOLS
         ),
         num_gpt_layers=len(attention),
+        indexed=layout is not None and layout.indexed,
     )
 
 
@@ -202,6 +232,60 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
     entry.global_shape = (num_gpt_layers, *entry.global_shape)
     entry.global_offset = (gpt_layer_idx, *entry.global_offset)
     return entry
+
+
+def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout) -> None:
+    """Make sure that model and checkpoint have the same weights, before anything is read.
+
+    Loading can be told to pass over what is missing on either side; here a missing source would
+    leave a weight random, and a weight that nothing reads means another architecture (untied
+    output layer, learned positions). All ranks have to call this, and all of them raise.
+
+    Args:
+        sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
+        layout: of the checkpoint.
+
+    Raises:
+        CheckpointingException: an entry has no source, or no rank reads a weight.
+    """
+    requested = set(_tensor_keys(sharded_state_dict))
+    missing = sorted(requested - layout.keys)
+    weights = sorted(
+        key
+        for key in layout.keys
+        if key.startswith(_WEIGHT_PREFIXES) and not key.endswith('_extra_state')
+    )
+    unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
+    failed = torch.tensor([not missing], dtype=torch.uint8)
+    agreed = torch.cat([unread, failed])
+    if torch.distributed.is_initialized():
+        if torch.distributed.get_backend() == 'nccl':
+            agreed = agreed.cuda()
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+    *unread, complete = agreed.tolist()
+    if missing:
+        raise CheckpointingException(
+            f'{missing[0]}: the model needs it and the checkpoint does not have it '
+            f'({len(missing)} such keys). Check --hybrid-layer-pattern, the tied or untied '
+            f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+        )
+    if not complete:
+        raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
+    left_out = [key for key, is_unread in zip(weights, unread, strict=True) if is_unread]
+    if left_out:
+        raise CheckpointingException(
+            f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
+            f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
+            f'--untie-embeddings-and-output-weights or --position-embedding-type.'
+        )
+
+
+def _tensor_keys(sharded_state_dict: ShardedStateDict):
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensorFactory):
+            yield from _tensor_keys({'built': entry.build()})
+        elif isinstance(entry, ShardedTensor):
+            yield entry.key
 
 
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
@@ -321,9 +405,8 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:
         raise ValueError(
-            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, but the layer maps '
-            f'know layers {sorted({*layer_maps.attention_to_gpt, *layer_maps.mlp_to_gpt, *layer_maps.fresh_init})}: '
-            f'make them from the pattern that the model was built from.'
+            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which the layer maps '
+            f'do not have; make them from the pattern that the model was built from.'
         ) from None
 
 
