@@ -405,7 +405,7 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:
         raise ValueError(
-            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which the layer maps '
+            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which the maps '
             f'do not have; make them from the pattern that the model was built from.'
         ) from None
 
