@@ -1,5 +1,8 @@
 """Amends upstream's ``DistributedOptimizer``, so that what is loaded is what the next step uses."""
 
+from contextlib import contextmanager
+from itertools import accumulate
+
 import torch
 
 import megatron_overlay
@@ -42,9 +45,10 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         self, model_sharded_state_dict, is_loading=False, metadata=None
     ):
         """Upstream's; a template holds this rank's shards of the live state instead of zeros."""
-        param_state = super().sharded_param_state_fully_reshardable(
-            model_sharded_state_dict, is_loading, metadata
-        )
+        with self._world_tensors_as_buffers_are():
+            param_state = super().sharded_param_state_fully_reshardable(
+                model_sharded_state_dict, is_loading, metadata
+            )
         if is_loading:
             for index, model_param, param_range in self._params_in_model_space_order():
                 live = self._get_main_param_and_optimizer_states(model_param)
@@ -52,6 +56,28 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
                     shard = entry.data.view(-1)[param_range.start : param_range.end]
                     shard.copy_(live[key].detach())
         return param_state
+
+    @contextmanager
+    def _world_tensors_as_buffers_are(self):
+        self._keep_bucket_padding = True
+        try:
+            yield
+        finally:
+            del self._keep_bucket_padding
+
+    def get_parameter_state_dp_zero(self, *args, **kwargs):
+        """Upstream's; for the fully reshardable format, buckets stand at their buffer offsets.
+
+        Upstream drops the padding between buckets from these tensors, and then cuts them at
+        offsets that count it: from the second bucket on, parameters would get their neighbours'
+        values as soon as a bucket doesn't end on a multiple of the padding.
+        """
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if state is not None and getattr(self, '_keep_bucket_padding', False):
+            for index, buffer in enumerate(self.buffers):
+                for world_tensors in state[index].values():
+                    _insert_bucket_padding(world_tensors, buffer.buckets)
+        return state
 
     def _params_in_model_space_order(self):
         """Index in the fully reshardable state, parameter, and this rank's range in it."""
@@ -71,3 +97,18 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
         """Upstream's, but for ``step``, which ``load_state_dict`` restores from the groups."""
         super()._set_main_param_and_optimizer_states(model_param, {**tensors, 'step': None})
+
+
+def _insert_bucket_padding(world_tensors: dict, buckets: list) -> None:
+    """Move each bucket's elements from where they stand without padding to the bucket's offset."""
+    sizes = [bucket.numel_unpadded for bucket in buckets]
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    if all(bucket.offset == start for bucket, start in zip(buckets, starts, strict=True)):
+        return
+    for key, packed in world_tensors.items():
+        if not isinstance(packed, torch.Tensor):
+            continue
+        spread = packed.new_zeros(buckets[-1].offset + sizes[-1])
+        for bucket, start, size in zip(buckets, starts, sizes, strict=True):
+            spread[bucket.offset : bucket.offset + size] = packed[start : start + size]
+        world_tensors[key] = spread
