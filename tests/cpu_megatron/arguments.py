@@ -42,9 +42,7 @@ GPT_DEFAULTS = {
     '--no-persist-layer-norm': None,
 }
 
-HYBRID_DEFAULTS = {
-    key: value for key, value in GPT_DEFAULTS.items() if key != '--num-layers'
-} | {
+HYBRID_DEFAULTS = {key: value for key, value in GPT_DEFAULTS.items() if key != '--num-layers'} | {
     '--hybrid-layer-pattern': 'M*-M*-',
     '--mamba-state-dim': '8',
     '--mamba-head-dim': '8',
