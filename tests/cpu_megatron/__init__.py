@@ -16,6 +16,9 @@ _installed = False
 def install() -> bool:
     """Prepare this process; call it before megatron is imported. Later calls do nothing.
 
+    ``CPU_MEGATRON_OPTIMIZER=fused_adam`` in the environment gives megatron an Adam with FusedAdam's
+    conventions instead of torch's.
+
     Returns:
         True when the CPU stands in for the GPU, False when a CUDA device is present.
     """
@@ -26,12 +29,20 @@ def install() -> bool:
 
     if torch.cuda.is_available():
         return False
-    from tests.cpu_megatron import collectives, facade, hooks, mamba_reference
+    from tests.cpu_megatron import (
+        collectives,
+        facade,
+        fused_adam_convention,
+        hooks,
+        mamba_reference,
+    )
 
     facade.install()
     collectives.install()
     mamba_reference.install()
     hooks.install()
+    if os.environ.get('CPU_MEGATRON_OPTIMIZER', 'torch_adam') == 'fused_adam':
+        fused_adam_convention.install()
     _installed = True
     return True
 

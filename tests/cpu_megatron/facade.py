@@ -1,4 +1,4 @@
-"""``torch.cuda`` on a machine without CUDA: every device is the CPU, streams and events are inert."""
+"""``torch.cuda`` without CUDA: every device is the CPU, streams and events are inert."""
 
 import contextlib
 import types

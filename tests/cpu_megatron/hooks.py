@@ -53,9 +53,7 @@ class AfterImport:
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec is not None:
-                spec.loader.exec_module = functools.partial(
-                    _execute, spec.loader.exec_module, hook
-                )
+                spec.loader.exec_module = functools.partial(_execute, spec.loader.exec_module, hook)
                 return spec
         return None
 

@@ -65,9 +65,7 @@ _mlp = ModuleSpec(
         pre_mlp_layernorm=WrappedTorchNorm,
         mlp=ModuleSpec(
             module=MLP,
-            submodules=MLPSubmodules(
-                linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-            ),
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
         ),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_'},

@@ -1,7 +1,7 @@
 """A pure-torch stand-in for the two things that ``MambaMixer`` takes from ``mamba_ssm``.
 
-Both follow their definition (a depthwise causal convolution, the state-space recurrence one position
-after the other, a gated RMS norm): slow, readable, differentiable.
+Both follow their definition (a depthwise causal convolution, the state-space recurrence one
+position after the other, a gated RMS norm): slow, readable, differentiable.
 """
 
 import sys
@@ -67,9 +67,7 @@ class RMSNorm(nn.Module):
         self.register_parameter('bias', None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        return rms_norm_gated(
-            x, self.weight, z, self.eps, self.group_size, self.norm_before_gate
-        )
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
 
 
 def state_space_scan(

@@ -4,7 +4,7 @@
         [--cpu-optimizer {torch_adam,fused_adam}] [megatron arguments]
 
 Options of a tiny run are added where they aren't given (arguments.py). ``--cpu-log`` gets one JSON
-line an iteration from rank 0 of the last pipeline stage, ``--cpu-dump`` a file a rank (recorder.py).
+line an iteration from the last pipeline stage, ``--cpu-dump`` a file a rank (recorder.py).
 """
 
 import argparse
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.training import get_args, training
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
+
     from tests.cpu_megatron import recorder
     from tests.cpu_megatron.models import model_from_args
     from tests.cpu_megatron.synthetic_data import SyntheticTokens, forward_step

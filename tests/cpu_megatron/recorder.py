@@ -1,4 +1,4 @@
-"""What a run computed, bit for bit: losses and gradient norms as it goes, all its state at the end."""
+"""What a run computed, bit for bit: losses and gradient norms, and all its state at the end."""
 
 import json
 from pathlib import Path

@@ -74,9 +74,7 @@ def torchrun(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(
-            f'{target} took more than {timeout} s\n{output[-TAIL:]}'
-        ) from None
+        raise AssertionError(f'{target} took more than {timeout} s\n{output[-TAIL:]}') from None
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
