@@ -6,7 +6,6 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -128,15 +127,13 @@ def _family(names: dict[str, str], layers: list, indexed: bool) -> tuple[str, st
     return 'other', ''
 
 
-def _mlp_kinds(layers: Iterable, num_layers: int) -> dict[int, str]:
+def _mlp_kinds(layers: list, num_layers: int) -> dict[int, str]:
     kinds: dict[int, str] = {}
     for index, part, _ in layers:
-        if part.startswith(('mlp.router.', 'mlp.experts.')):
-            kind = MOE
-        elif part.startswith(('mlp.linear_fc1.', 'mlp.linear_fc2.')):
-            kind = DENSE
-        else:
+        if not part.startswith('mlp.'):
             continue
+        is_moe = part.startswith(('mlp.router.', 'mlp.experts.'))
         for layer in range(num_layers) if index is None else [int(index)]:
-            kinds[layer] = kind
+            # A MoE layer's norm can stand under `mlp.linear_fc1.`, as a dense layer's does.
+            kinds[layer] = MOE if is_moe else kinds.get(layer, DENSE)
     return kinds

@@ -56,7 +56,7 @@ CASES = {
     'same layout': Case('M*-M*-', model=GATED),
     'tp to pp, tied': Case('M*-|M*-', (2, 1, 1, 1), (1, 2, 1, 1)),
     'pp to tp, untied': Case('*-*-', (1, 2, 1, 1), (2, 1, 1, 1), model=UNTIED + GATED),
-    'four ranks': Case('M*-M*-', (2, 2, 1, 1), (4, 1, 1, 1), model=UNTIED),
+    'four ranks': Case('M*-M*-', (2, 2, 1, 1), (4, 1, 1, 1), model=UNTIED, load=['--mamba-num-groups=4']),
     'bf16, dp 2, fused adam': Case(
         'M*-M*-',
         (1, 1, 1, 2),
