@@ -29,6 +29,16 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
             **kwargs,
         )
 
+    def load_state_dict(self, state_dict):
+        """Upstream's; each parameter then counts its steps by itself.
+
+        Upstream puts one tensor into the state of all, which every parameter's update advances.
+        """
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get('step'), torch.Tensor):
+                state['step'] = state['step'].clone()
+
     def _initialize_torch_adam_state(self) -> None:
         # What torch allocates in the first step. Upstream would leave the moments uninitialised.
         if not isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):

@@ -1,6 +1,6 @@
 """A hybrid run that saves its state around ``load_checkpoint``, then goes on training.
 
-    python -m tests.unit_tests.dist_checkpointing.load_and_save_again RECORD [pretrain arguments]
+    python -m tests.cpu_megatron.load_and_save_again RECORD [pretrain arguments]
 
 ``RECORD/fresh`` gets the initialised model, ``RECORD/loaded`` what ``load_checkpoint`` made of
 model and optimizer, both by megatron's own ``save_checkpoint``: a test compares whole tensors.
