@@ -71,8 +71,8 @@ def show_steps(gpt: list[dict], hybrid: list[dict]) -> bool:
     for expected, found in zip(gpt[SAVED_AT:], hybrid, strict=True):
         equal &= expected == found
         print(
-            f'{found["iteration"]:4}   {expected["lm loss"]:<18.14f}   {found["lm loss"]:<18.14f}   '
-            f'{expected["grad norm"]:.8f}  {found["grad norm"]:.8f}   '
+            f'{found["iteration"]:4}   {expected["lm loss"]:<18.14f}   '
+            f'{found["lm loss"]:<18.14f}   {expected["grad norm"]:.8f}  {found["grad norm"]:.8f}   '
             f'{"bit for bit" if expected == found else "NO"}'
         )
     return equal
@@ -101,7 +101,7 @@ def show_layers(directory: Path, pattern: str) -> bool:
         row[0] += 1
         row[1] += torch.equal(value, source)
         row[2] += not torch.equal(value, later[key])
-    print(f'\n{pattern}          tensors   as in GPT / as initialised   moved {LAST - SAVED_AT} steps later')
+    print(f'\n{pattern:<17}tensors   as in GPT / as initialised   moved by step {LAST}')
     for (part, kind), (total, equal, moved) in counts.items():
         print(f'{part:<9} {kind:<10} {total:4}      {equal:4}                        {moved:4}')
     return all(total and total == equal == moved for total, equal, moved in counts.values())

@@ -227,9 +227,7 @@ def load_into_hybrid(path, pattern, again, **model):
 def test_layers_stored_by_index_and_as_axis(pattern, indexed, model, tmp_path):
     save_gpt(tmp_path / 'gpt', **model)
     of_hybrid = {
-        key: value
-        for key, value in model.items()
-        if key not in ('num_layers', 'moe_layer_freq')
+        key: value for key, value in model.items() if key not in ('num_layers', 'moe_layer_freq')
     }
     maps = load_into_hybrid(tmp_path / 'gpt', pattern, tmp_path / 'again', **of_hybrid)
     assert maps.indexed == indexed
