@@ -22,7 +22,7 @@ $(READY): tests/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r tests/requirements.txt megatron-core==$(MEGATRON_CORE)
 	touch $@
 
-# Transformer Engine's modules without a GPU: minutes of compiling, see tests/te/README.md.
+# Transformer Engine's modules without a GPU: minutes of compiling, see tests/te/Makefile.
 test-te:
 	$(MAKE) -C tests/te test
 
