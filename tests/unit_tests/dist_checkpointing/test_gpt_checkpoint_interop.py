@@ -265,3 +265,34 @@ def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
     for pattern, reason in [('*-', '2 layers'), ('*E*E', 'dense'), ('*-*E', 'mixes')]:
         with pytest.raises(ValueError, match=reason):
             interop.gpt_compatible_layer_maps(pattern, layout)
+
+
+def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
+    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+
+    save_gpt(tmp_path / 'iter_0000002')
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
+    assert main([str(tmp_path), 'M*-*-']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split('<-')[1].strip() for line in lines if '<-' in line] == [
+        'fresh initialisation',
+        'attention of GPT layer 0',
+        'dense MLP of GPT layer 0',
+        'attention of GPT layer 1',
+        'dense MLP of GPT layer 1',
+    ]
+    assert lines[-2:] == [
+        'Optimizer state: fully_reshardable',
+        'Will load, with its optimizer state.',
+    ]
+    for path, pattern, reason in [
+        (tmp_path, '*-', '2 layers'),
+        (tmp_path, '*E*E', 'dense'),
+        (tmp_path / 'nowhere', '*-*-', 'no .metadata'),
+    ]:
+        assert main([str(path), pattern]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('two')
+    assert main([str(tmp_path), '*-*-']) == 1
+    assert "holds 'two'" in capsys.readouterr().out

@@ -54,7 +54,8 @@ def world_size(layout):
 
 CASES = {
     'same layout': Case('*-*-', model=GATED),
-    'same layout, fresh layers': Case('M*-M*-', model=GATED),
+    'fresh layers': Case('M*-M*-', model=GATED),
+    'fresh layers, fused adam': Case('M*-M*-', optimizer='fused_adam'),
     'tp to pp, tied': Case('M*-|M*-', (2, 1, 1, 1), (1, 2, 1, 1)),
     'pp to tp, untied': Case('*-*-', (1, 2, 1, 1), (2, 1, 1, 1), model=UNTIED + GATED),
     'four ranks': Case(
