@@ -13,6 +13,7 @@ import sys
 from functools import partial
 
 import tests.cpu_megatron as cpu_megatron
+from tests.cpu_megatron import facade, simulated_devices
 from tests.cpu_megatron.arguments import with_defaults
 
 
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         os.environ['CPU_MEGATRON_OPTIMIZER'] = options.cpu_optimizer
     cpu_megatron.install()
     cpu_megatron.activate_overlay()
+    if '--optimizer-cpu-offload' in given and not facade.cuda_is_real():
+        simulated_devices.install()
     sys.argv = [sys.argv[0], *with_defaults(options.kind, given)]
 
     from megatron.core.enums import ModelType
