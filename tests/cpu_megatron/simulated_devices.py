@@ -1,9 +1,10 @@
 """Two kinds of memory on a machine that has one: what a tensor's ``is_cuda`` says is tracked.
 
-``HybridDeviceOptimizer`` decides by ``param.is_cuda`` what it keeps where. Here a flag on the tensor
-answers: results of operations on "GPU" tensors are "GPU" tensors, ``.cpu()`` and ``.to('cpu')`` of
-one are copies in "host memory", and ``.to('cuda')`` of a host tensor is a copy on the "GPU". So the
-optimizer's own code runs with the copies, and without the aliasing, that it has on a real GPU.
+``HybridDeviceOptimizer`` decides by ``param.is_cuda`` what it keeps where. Here a flag on the
+tensor answers: results of operations on "GPU" tensors are "GPU" tensors, ``.cpu()`` and
+``.to('cpu')`` of one are copies in "host memory", and ``.to('cuda')`` of a host tensor is a copy
+on the "GPU". So the optimizer's own code runs with the copies, and without the aliasing, that it
+has on a real GPU.
 While it steps, an operation that mixes the two raises, as it would with a GPU, except where torch
 allows it: ``copy_``, and 0-dim host tensors.
 """
