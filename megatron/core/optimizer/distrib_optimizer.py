@@ -182,6 +182,17 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
             self._set_inner_param(model_param, live['param'])
         super()._set_main_param_and_optimizer_states(model_param, tensors)
 
+    @torch.no_grad()
+    def _copy_model_params_to_main_params(self, *args, **kwargs):
+        """Upstream's, also for main parameters that a hybrid device optimizer steps."""
+        offloading = isinstance(self.optimizer, HybridDeviceOptimizer)
+        if offloading and not self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            for model_param, (group, order) in self.model_param_group_index_map.items():
+                shard = self._get_model_param_range_map(model_param)['param']
+                main_param = self.optimizer.param_groups[group]['params'][order]
+                main_param.copy_(model_param.view(-1)[shard.start : shard.end])
+        super()._copy_model_params_to_main_params(*args, **kwargs)
+
     def _set_inner_param(self, model_param, main_param: torch.Tensor) -> None:
         group, order = self.model_param_group_index_map[model_param]
         param = self.optimizer.param_groups[group]['params'][order]
