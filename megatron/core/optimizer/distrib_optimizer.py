@@ -50,14 +50,12 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
                 state['step'] = torch.tensor(0.0)
 
     def state_dict(self):
-        """Upstream's; also of an optimizer that hasn't stepped, and of one all on the GPU."""
+        """Upstream's; also of an optimizer that hasn't stepped."""
         if isinstance(self.optimizer, (*_TorchAdam, HybridDeviceOptimizer)):
             self._initialize_state()
         state_dict = super().state_dict()
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             for group in state_dict['optimizer']['param_groups']:
-                if 'step' not in group and self.optimizer.steps_taken is not None:
-                    group['step'] = self.optimizer.steps_taken
                 for setting in self.optimizer.own_settings:
                     group.pop(setting, None)
         return state_dict

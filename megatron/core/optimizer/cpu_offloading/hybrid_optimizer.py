@@ -77,6 +77,14 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):
             for group, lr, weight_decay in held:
                 group['lr'], group['weight_decay'] = lr, weight_decay
 
+    def state_dict(self):
+        """Upstream's; the groups say how many steps were taken, also when FusedAdam counts them."""
+        state_dict = super().state_dict()
+        if self.steps_taken is not None:
+            for group in state_dict['param_groups']:
+                group['step'] = self.steps_taken
+        return state_dict
+
     @property
     def own_settings(self) -> set[str]:
         """What torch keeps in the groups of this optimizer's constructor arguments.
@@ -87,7 +95,7 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):
 
     @property
     def steps_taken(self) -> int | None:
-        """Steps counted by the sub-optimizers; None where none of them counts."""
+        """Steps counted by the sub-optimizers; None where none of them counts or has stepped."""
         for optimizer in self.sub_optimizers:
             for counted in (*optimizer.state.values(), *optimizer.param_groups):
                 if 'step' in counted:
