@@ -106,25 +106,25 @@ def core_version() -> tuple[str, str]:
         ``('', '')`` where there is no megatron-core, ``('', directory)`` for one that doesn't
         tell its version.
     """
-    spec = importlib.util.find_spec(_NAMESPACE)
-    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-        directory = os.path.join(root, 'core')
-        if not os.path.isfile(os.path.join(directory, '__init__.py')):
-            continue
-        numbers = {}
-        try:
-            with open(os.path.join(directory, 'package_info.py'), encoding='utf-8') as file:
-                for line in file:
-                    key, _, value = line.partition('=')
-                    if key.strip() in ('MAJOR', 'MINOR', 'PATCH', 'PRE_RELEASE'):
-                        numbers[key.strip()] = value.partition('#')[0].strip().strip('\'"')
-        except OSError:
-            pass
-        found = [numbers.get(key) for key in ('MAJOR', 'MINOR', 'PATCH')]
-        if None in found:
-            return '', directory
-        return '.'.join(found) + numbers.get('PRE_RELEASE', ''), directory
-    return '', ''
+    try:
+        spec = importlib.util.find_spec(f'{_NAMESPACE}.core')
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        return '', ''
+    directory = os.path.dirname(spec.origin)
+    values = {}
+    try:
+        with open(os.path.join(directory, 'package_info.py'), encoding='utf-8') as file:
+            for line in file:
+                key, _, value = line.partition('=')
+                values[key.strip()] = value.partition('#')[0].strip().strip('\'"')
+    except OSError:
+        pass
+    numbers = [values.get(key) for key in ('MAJOR', 'MINOR', 'PATCH')]
+    if None in numbers:
+        return '', directory
+    return '.'.join(numbers) + values.get('PRE_RELEASE', ''), directory
 
 
 def _modules_below(tree: str):

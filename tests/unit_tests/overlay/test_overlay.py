@@ -91,6 +91,18 @@ def test_plain_script_in_a_source_tree(installed, source_tree):
     assert_overlaid(facts(installed.run(script)), installed, tree)
 
 
+def test_editable_installation_of_core(without_core, tmp_path, source_tree):
+    tree = source_tree()
+    (tree / 'pyproject.toml').write_text(
+        '[project]\nname = "megatron-core"\nversion = "0.1"\n'
+        '[tool.setuptools.packages.find]\ninclude = ["megatron.core", "megatron.core.*"]\n'
+    )
+    environment = copy_environment(without_core, tmp_path / 'environment')
+    environment.pip('install', '--no-deps', '--no-index', '--no-build-isolation', '-e', str(tree))
+    code, lines = status(environment.run('-m', 'megatron_overlay'))
+    assert code == 0 and str(tree / 'megatron' / 'core') in lines[1]
+
+
 def test_unsupported_version_runs_unmodified_with_one_warning(without_core, source_tree):
     tree = source_tree(MAJOR=0, MINOR=20, PATCH=0)
     run = without_core.run(PLAIN_USER, path=tree)
