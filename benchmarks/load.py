@@ -3,7 +3,9 @@
     python benchmarks/load.py
 
 Both are megatron's own ``load_checkpoint`` with model, optimizer, scheduler and random state, each
-in a fresh process, taking turns. Then retargeting alone, on 100 000 entries.
+in processes that take turns. The first load of a process also allocates the optimizer's state, for
+all the layers that a model has; the later ones find it there. Then retargeting alone, on 100 000
+entries.
 """
 
 import argparse
@@ -45,7 +47,7 @@ def print_loads(options, directory: str) -> None:
     """Save the checkpoint and load it in turns."""
     common = [
         *('--ckpt-format', 'torch_dist', '--use-distributed-optimizer'),
-        '--dist-ckpt-optim-fully-reshardable',
+        *('--dist-ckpt-optim-fully-reshardable', '--bf16'),
         f'--hidden-size={options.hidden_size}',
         f'--ffn-hidden-size={4 * options.hidden_size}',
     ]
@@ -64,24 +66,27 @@ def print_loads(options, directory: str) -> None:
         for name, arguments in kinds.items():
             measured[name].append(loads(options.loads, arguments, directory))
     print(f'\n{size:.0f} MiB checkpoint, {options.rounds} processes of {options.loads} loads each')
-    print('| into | first load, s | ratio | later loads, s | ratio | peak added, MiB | ratio |')
-    print('|---|---|---|---|---|---|---|')
+    print('| into | load, s | ratio | first load, s | ratio | peak, MiB | held after it | ratio |')
+    print('|---|---|---|---|---|---|---|---|')
     reference = None
     for name, processes in measured.items():
-        row = [
-            statistics.median(process[0]['s'] for process in processes),
-            statistics.median(load['s'] for process in processes for load in process[1:]),
-            statistics.median(process[0]['added'] for process in processes),
-        ]
-        reference = reference or row
-        cells = [
-            f'{value:.2f} | {value / base:.3f}'
-            if index < 2
-            else f'{value:.0f} | {value / base:.3f}'
-            for index, (value, base) in enumerate(zip(row, reference, strict=True))
-        ]
+        first, later = [], []
+        for process in processes:
+            first.append(process[0])
+            later += process[1:]
+        seconds, first_seconds = median(later, 's'), median(first, 's')
+        reference = reference or (seconds, first_seconds)
+        peak, held = median(first, 'peak'), median(first, 'held')
         label = name if patterns[name] is None else f'hybrid `{patterns[name]}`'
-        print(f'| {label} | {" | ".join(cells)} |')
+        print(
+            f'| {label} | {seconds:.3f} | {seconds / reference[0]:.3f} | {first_seconds:.3f} '
+            f'| {first_seconds / reference[1]:.3f} | {peak:.0f} | {held:.0f} | {peak / held:.3f} |'
+        )
+
+
+def median(measured: list[dict], key: str) -> float:
+    """Of one figure over some loads."""
+    return statistics.median(load[key] for load in measured)
 
 
 def loads(number: int, arguments: list[str], directory: str) -> list[dict]:

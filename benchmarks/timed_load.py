@@ -2,8 +2,8 @@
 
     python -m benchmarks.timed_load LOADS [arguments of tests.cpu_megatron.pretrain]
 
-Prints a JSON line per load: seconds, and MiB that the process held at most during the load, in
-all and beyond what it held before.
+Prints a JSON line per load: seconds, MiB that the process held at most during the load, and MiB
+that it holds after it.
 """
 
 import gc
@@ -31,11 +31,11 @@ def main() -> None:
             args.consumed_train_samples = args.consumed_valid_samples = 0
             gc.collect()
             reset_peak()
-            before, start = memory('VmRSS'), time.perf_counter()
+            start = time.perf_counter()
             checkpointing.load_checkpoint(*load_arguments, **options)
             seconds = time.perf_counter() - start
-            peak = memory('VmHWM')
-            print('LOAD', json.dumps({'s': seconds, 'peak': peak, 'added': peak - before}))
+            measured = {'s': seconds, 'peak': memory('VmHWM'), 'held': memory('VmRSS')}
+            print('LOAD', json.dumps(measured))
         sys.exit()
 
     training.load_checkpoint = timed_load
