@@ -68,6 +68,10 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
                 state['step'] = state['step'].clone()
             for group in self.optimizer.param_groups:
                 group.pop('step', None)
+        elif self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                if not group['params']:  # FusedAdam doesn't count there
+                    group.pop('step', None)
 
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict, is_loading=False, metadata=None
