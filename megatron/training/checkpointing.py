@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    MODEL_SPACE_FORMATS,
     GPTCompatLayerMaps,
     check_sources,
     gpt_compatible_layer_maps,
@@ -35,7 +36,6 @@ upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
-_MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
 
@@ -124,11 +124,11 @@ def _refuse_optimizer_formats(load: _Load, args, ckpt_args) -> None:
         # Before content metadata existed the format followed from one flag.
         full = getattr(ckpt_args, 'ckpt_fully_parallel_save', False)
         sharding_type = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    if sharding_type not in _MODEL_SPACE_FORMATS:
+    if sharding_type not in MODEL_SPACE_FORMATS:
         raise RuntimeError(
             f'The optimizer state of the GPT checkpoint is '
             f'{sharding_type or "that of an optimizer which is not distributed"!r}; a hybrid run '
-            f'can read {" or ".join(_MODEL_SPACE_FORMATS)}. Save it again with '
+            f'can read {" or ".join(MODEL_SPACE_FORMATS)}. Save it again with '
             f'--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or pass '
             f'--no-load-optim.'
         )

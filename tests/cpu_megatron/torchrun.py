@@ -41,8 +41,10 @@ def torchrun(
     Raises:
         AssertionError: the run failed or took too long; the message ends with its output's tail.
     """
+    # megatron keeps its choice of attention in NVTE_ variables, which a run would inherit.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith('NVTE_')}
     environment = {
-        **os.environ,
+        **inherited,
         'OMP_NUM_THREADS': '1',
         'PYTHONPATH': os.pathsep.join(
             filter(None, [str(REPOSITORY), os.environ.get('PYTHONPATH')])

@@ -46,6 +46,9 @@ _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
 
+# Distributed optimizer formats that store state by parameter.
+MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
+
 _WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
 
 # `fsdp_dtensor` keys: the mappings around a parameter's name, then its wrappers.
@@ -420,3 +423,9 @@ def _rename_final_norm(key: str) -> str:
         if name.startswith(hybrid):
             return key.removesuffix(name) + gpt + name.removeprefix(hybrid)
     return key
+
+
+if __name__ == '__main__':
+    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+
+    raise SystemExit(main())

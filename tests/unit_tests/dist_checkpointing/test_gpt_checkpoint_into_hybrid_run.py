@@ -7,7 +7,7 @@ import torch
 
 from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.torchrun import torchrun
-from tests.unit_tests.dist_checkpointing.whole_checkpoint import gpt_source, read_tensors
+from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
 
 SAVE_FORMAT = ['--ckpt-format', 'torch_dist']
 DISTRIBUTED = ['--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable']
@@ -53,14 +53,16 @@ def world_size(layout):
 
 
 CASES = {
-    'same layout': Case('M*-M*-', model=GATED),
+    'same layout': Case('*-*-', model=GATED),
+    'fresh layers': Case('M*-M*-', model=GATED),
+    'fresh layers, fused adam': Case('M*-M*-', optimizer='fused_adam'),
     'tp to pp, tied': Case('M*-|M*-', (2, 1, 1, 1), (1, 2, 1, 1)),
     'pp to tp, untied': Case('*-*-', (1, 2, 1, 1), (2, 1, 1, 1), model=UNTIED + GATED),
     'four ranks': Case(
         'M*-M*-', (2, 2, 1, 1), (4, 1, 1, 1), model=UNTIED, load=['--mamba-num-groups=4']
     ),
     'bf16, dp 2, fused adam': Case(
-        'M*-M*-',
+        '*-*-',
         (1, 1, 1, 2),
         (1, 1, 1, 2),
         model=GATED,
@@ -99,7 +101,7 @@ def test_weights_and_optimizer_state_arrive(name, tmp_path):
     (tmp_path / 'gpt' / 'latest_checkpointed_iteration.txt').write_text(str(LAST_SAVED))
     torchrun(
         world_size(case.target),
-        'tests.unit_tests.dist_checkpointing.load_and_save_again',
+        'tests.cpu_megatron.load_and_save_again',
         f'{tmp_path}/record',
         'hybrid',
         f'--hybrid-layer-pattern={case.pattern}',

@@ -1,6 +1,6 @@
 """A hybrid run that saves its state around ``load_checkpoint``, then goes on training.
 
-    python -m tests.unit_tests.dist_checkpointing.load_and_save_again RECORD [pretrain arguments]
+    python -m tests.cpu_megatron.load_and_save_again RECORD [pretrain arguments]
 
 ``RECORD/fresh`` gets the initialised model, ``RECORD/loaded`` what ``load_checkpoint`` made of
 model and optimizer, both by megatron's own ``save_checkpoint``: a test compares whole tensors.
@@ -8,12 +8,16 @@ model and optimizer, both by megatron's own ``save_checkpoint``: a test compares
 
 import sys
 
+import torch
+
 from tests import cpu_megatron
 
 
 def main() -> None:
     """The first argument is RECORD, the rest is what ``tests.cpu_megatron.pretrain`` takes."""
     record, *arguments = sys.argv[1:]
+    # Memory that nobody initialised then holds NaN instead of what happens to be there.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     cpu_megatron.install()
     cpu_megatron.activate_overlay()
     from megatron.training import checkpointing, get_args, training

@@ -1,0 +1,30 @@
+# Everything runs in a virtual environment of its own: one for each megatron-core version.
+MEGATRON_CORE ?= 0.19.2
+PYTHON ?= python3.12
+VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-te lint benchmarks clean
+
+demo: $(READY)
+	$(BIN)/python -W ignore examples/demo.py demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(READY): tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r tests/requirements.txt megatron-core==$(MEGATRON_CORE)
+	touch $@
+
+# Transformer Engine's modules without a GPU: minutes of compiling, see tests/te/Makefile.
+test-te:
+	$(MAKE) -C tests/te test
+
+clean:
+	rm -rf .venv* demo build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,117 @@
+"""What loading a GPT checkpoint into a hybrid model will do, told from its metadata alone.
+
+The command line of :mod:`gpt_checkpoint_interop`: a look before a job waits in a queue.
+"""
+
+import argparse
+import os
+import re
+
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    read_checkpoint_layout,
+)
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    MODEL_SPACE_FORMATS,
+    GPTCompatLayerMaps,
+    gpt_compatible_layer_maps,
+)
+from megatron.core.dist_checkpointing.serialization import load_content_metadata
+
+_TRACKER = 'latest_checkpointed_iteration.txt'
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print which hybrid layer reads what, and whether the load will work.
+
+    Returns:
+        0 when it will, 1 when it won't; the reason is the last line.
+    """
+    parser = argparse.ArgumentParser(
+        prog='python -m megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+        description='Tell what loading a GPT checkpoint into a hybrid model will do. Reads '
+        'metadata only.',
+    )
+    parser.add_argument(
+        'checkpoint', help='an iter_XXXXXXX or release directory, or the directory above it'
+    )
+    parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
+    options = parser.parse_args(argv)
+    try:
+        directory = checkpoint_directory(options.checkpoint)
+        layout = read_checkpoint_layout(directory)
+        if layout.family != 'gpt':
+            raise CheckpointingException(
+                f'{directory}: its keys are of a {layout.family} model'
+                f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
+            )
+        layer_maps = gpt_compatible_layer_maps(options.pattern, layout)
+    except (CheckpointingException, ValueError) as error:
+        print(f'Will not load: {error}')
+        return 1
+    print('\n'.join(describe(directory, layout, layer_maps)))
+    return 0
+
+
+def checkpoint_directory(path: str) -> str:
+    """The checkpoint that ``--load path`` takes, or ``path`` itself if it is one.
+
+    Raises:
+        CheckpointingException: there is none.
+    """
+    tracker = os.path.join(path, _TRACKER)
+    if os.path.isfile(tracker):
+        with open(tracker, encoding='utf-8', errors='replace') as file:
+            latest = file.read().strip()
+        if not re.fullmatch(r'\d+|release', latest):
+            raise CheckpointingException(
+                f'{tracker}: holds {latest!r}, expected an iteration or "release".'
+            )
+        path = os.path.join(path, latest if latest == 'release' else f'iter_{int(latest):07d}')
+    if not os.path.isfile(os.path.join(path, '.metadata')):
+        raise CheckpointingException(
+            f'{path}: no .metadata there, so it is no distributed checkpoint or was not finished; '
+            f'expected one saved with --ckpt-format torch_dist.'
+        )
+    return path
+
+
+def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLayerMaps):
+    """Lines of the report."""
+    stored = 'its index in the key' if layout.indexed else 'an axis'
+    yield f'{directory}: GPT, {layout.num_layers} layers, stored with {stored}'
+    sources = {
+        **{
+            hybrid: f'attention of GPT layer {gpt}'
+            for hybrid, gpt in layer_maps.attention_to_gpt.items()
+        },
+        **{
+            hybrid: f'{layout.mlp_kinds[gpt]} MLP of GPT layer {gpt}'
+            for hybrid, gpt in layer_maps.mlp_to_gpt.items()
+        },
+        **{hybrid: 'fresh initialisation' for hybrid in layer_maps.fresh_init},
+    }
+    for hybrid, source in sorted(sources.items()):
+        yield f'  hybrid layer {hybrid:3}  <-  {source}'
+    if layout.mtp_depths:
+        yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
+    sharding_type = optimizer_format(directory, layout)
+    yield f'Optimizer state: {sharding_type or "none"}'
+    if sharding_type is None:
+        yield 'Will load with --no-load-optim.'
+    elif sharding_type in MODEL_SPACE_FORMATS:
+        yield 'Will load, with its optimizer state.'
+    else:
+        yield (
+            'Will load with --no-load-optim; with its optimizer state only after saving it again '
+            'with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable.'
+        )
+
+
+def optimizer_format(directory: str, layout: CheckpointLayout) -> str | None:
+    """Sharding type of the distributed optimizer's state; None for no optimizer state at all."""
+    if not layout.has_optimizer:
+        return None
+    content = load_content_metadata(directory) or {}
+    return content.get('distrib_optim_sharding_type', 'not of a distributed optimizer')

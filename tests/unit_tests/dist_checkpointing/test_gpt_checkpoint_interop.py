@@ -1,0 +1,298 @@
+"""Layer maps and retargeting, entry by entry, and on checkpoints of real models."""
+
+import io
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+from megatron.core.dist_checkpointing.checkpoint_layout import read_checkpoint_layout
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensorFactory,
+)
+
+from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
+from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+
+MAPS = interop.gpt_compatible_layer_maps('M*-M*-')
+
+
+def sharded(key, shape=(2, 3), **kwargs):
+    return ShardedTensor.from_rank_offsets(key, torch.randn(shape), **kwargs)
+
+
+def test_maps_pair_the_ith_positions():
+    maps = interop.gpt_compatible_layer_maps('M*M|-*-')
+    assert maps == interop.GPTCompatLayerMaps({1: 0, 4: 1}, {3: 0, 5: 1}, frozenset({0, 2}), 2)
+    assert interop.gpt_compatible_layer_maps('E*') == interop.GPTCompatLayerMaps(
+        {1: 0}, {0: 0}, frozenset(), 1
+    )
+    with pytest.raises(FrozenInstanceError):
+        maps.num_gpt_layers = 3
+
+
+@pytest.mark.parametrize(
+    'pattern, reason',
+    [
+        (None, 'empty'),
+        ('', 'empty'),
+        ('|', 'no layers'),
+        ('*-/*-', 'MTP'),
+        ('/MM', 'MTP'),
+        ('*-G', "'G'"),
+        ('D-', "'D'"),
+        ('+-', r"'\+'"),
+        ('*-x', 'x'),
+        ('*-*E', 'dense'),
+        ('**-', '2 attention'),
+        ('M*-M*', '1 MLP'),
+        ('MM', '0 attention'),
+        ('--', '0 attention'),
+    ],
+)
+def test_patterns_without_a_gpt_counterpart_are_refused(pattern, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        interop.gpt_compatible_layer_maps(pattern)
+    assert repr(pattern) in str(error.value)
+
+
+def test_a_tensor_gets_the_layer_as_its_leading_axis():
+    entry = sharded('k')
+    entry = interop._prepend_gpt_layer_axis(entry, 1, 4)
+    expected = ShardedTensor.from_rank_offsets('k', entry.data, (0, 1, 4), prepend_axis_num=1)
+    assert (entry.global_shape, entry.global_offset, entry.axis_fragmentations) == (
+        expected.global_shape,
+        expected.global_offset,
+        expected.axis_fragmentations,
+    )
+    assert entry.prepend_axis_num == 1
+    entry.validate_metadata_integrity()
+
+
+def test_an_object_gets_the_layer_axis_instead_of_its_placeholder():
+    placeholder = interop._prepend_gpt_layer_axis(ShardedObject('k', None, (1,), (0,)), 2, 4)
+    assert (placeholder.global_shape, placeholder.global_offset) == ((4,), (2,))
+    expert = interop._prepend_gpt_layer_axis(ShardedObject('k', None, (8,), (3,)), 2, 4)
+    assert (expert.global_shape, expert.global_offset) == ((4, 8), (2, 3))
+
+
+def test_what_a_factory_builds_gets_the_layer_axis_however_deep():
+    def build(key, data, replica_id, flattened_range):
+        halves = data.chunk(2)
+        return {'list': [sharded(key, (1, 3))], 'dict': {'w': sharded(key), 'v': halves[1]}}
+
+    inner = ShardedTensorFactory('k', torch.randn(2, 3), build, lambda built: built)
+    factory = interop._prepend_gpt_layer_axis(inner, 0, 2)
+    built = factory.build()
+    assert built['list'][0].global_shape == (2, 1, 3)
+    assert built['dict']['w'].prepend_axis_num == 1
+    assert isinstance(built['dict']['v'], torch.Tensor)
+
+
+def test_keys_change_and_the_state_dict_s_own_names_stay():
+    state = {
+        'decoder.layers.1.self_attention.linear_qkv.weight': sharded(
+            'decoder.layers.1.self_attention.linear_qkv.weight'
+        ),
+        'decoder.layers.5.mlp.linear_fc2.weight': sharded('decoder.layers.5.mlp.linear_fc2.weight'),
+        'decoder.final_norm.weight': sharded('decoder.final_norm.weight'),
+        'embedding.word_embeddings.weight': sharded('embedding.word_embeddings.weight'),
+        'plain': 7,
+    }
+    names = list(state)
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, MAPS)
+    assert list(state) == names
+    attention, mlp, norm, embedding = list(state.values())[:4]
+    assert attention.key == 'decoder.layers.self_attention.linear_qkv.weight'
+    assert attention.global_offset[0] == 0
+    assert mlp.key == 'decoder.layers.mlp.linear_fc2.weight'
+    assert mlp.global_offset[0] == 1
+    assert norm.key == 'decoder.final_layernorm.weight'
+    assert embedding.key == 'embedding.word_embeddings.weight'
+    assert state['plain'] == 7
+
+
+@pytest.mark.parametrize(
+    'data', [None, b'', io.BytesIO(), [io.BytesIO(b'x')], torch.zeros(0), io.BytesIO(b'state')]
+)
+def test_fresh_layers_keep_what_they_hold(data):
+    weight = torch.randn(2, 3)
+    factory = ShardedTensorFactory('decoder.layers.0.mixer.in_proj.weight', weight, dict, dict)
+    state = {
+        'tensor': sharded('decoder.layers.3.mixer.D'),
+        'factory': factory,
+        'object': ShardedObject('decoder.layers.0.mixer._extra_state', data, (1,), (0,)),
+        'head': ShardedObject('output_layer._extra_state', data, (1,), (0,)),
+    }
+    tensor = state['tensor'].data
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, MAPS)
+    assert all(isinstance(entry, LocalNonpersistentObject) for entry in state.values())
+    assert state['tensor'].unwrap() is tensor
+    assert state['factory'].unwrap() is weight
+    assert state['object'].unwrap() is data
+    assert state['head'].unwrap() is data
+
+
+@pytest.mark.parametrize('prefix', ['', 'chained_1.'])
+def test_optimizer_state_in_lists_and_dicts_under_chained_prefixes(prefix):
+    keys = [
+        f'{prefix}optimizer.state.exp_avg.decoder.layers.4.self_attention.linear_proj.weight',
+        f'{prefix}optimizer.state.exp_avg.decoder.layers.0.mixer.D',
+        f'{prefix}optimizer.state.exp_avg.decoder.final_norm.weight',
+    ]
+    state = {'param_state': {0: [sharded(key) for key in keys]}}
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, MAPS)
+    attention, fresh, norm = state['param_state'][0]
+    assert attention.key == (
+        f'{prefix}optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight'
+    )
+    assert attention.global_offset[0] == 1
+    assert isinstance(fresh, LocalNonpersistentObject)
+    assert norm.key == f'{prefix}optimizer.state.exp_avg.decoder.final_layernorm.weight'
+
+
+def test_flattened_state_of_the_deprecated_model_space_format():
+    # fully_sharded_model_space can't be saved any more: its entries are built by hand.
+    key = 'optimizer.state.exp_avg.decoder.layers.5.mlp.linear_fc1.weight'
+    entry = sharded(key)
+    entry.data, entry.flattened_range = entry.data.flatten()[2:5], slice(2, 5)
+    fresh = sharded('optimizer.state.fp32_param.decoder.layers.0.mixer.A_log')
+    state = {0: {'exp_avg': entry}, 1: {'fp32_param': fresh}}
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, MAPS)
+    assert entry.key == 'optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight'
+    assert (entry.global_shape, entry.global_offset) == ((2, 2, 3), (1, 0, 0))
+    assert entry.flattened_range == slice(2, 5)
+    assert state[1]['fp32_param'].unwrap() is fresh.data
+
+
+def test_a_layer_outside_the_pattern_is_named():
+    with pytest.raises(ValueError, match=r"'decoder\.layers\.6\.mlp\.linear_fc1\.weight'.*layer 6"):
+        interop.retarget_sharded_state_dict_to_gpt_checkpoint(
+            {'x': sharded('decoder.layers.6.mlp.linear_fc1.weight')}, MAPS
+        )
+
+
+def test_other_models_decoders_are_left_alone():
+    keys = ['vision_model.decoder.layers.9.mlp.w', 'vision_model.decoder.final_norm.weight']
+    state = {key: sharded(key) for key in keys}
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, MAPS)
+    assert [entry.key for entry in state.values()] == keys
+
+
+def save_gpt(path, layout_options=None, **model):
+    with model_parallel():
+        run = Training.start(gpt(**model), distributed_optimizer())
+        run.train(2)
+        if layout_options:
+            save_state = run.state_dict
+
+            def with_options(metadata, is_loading=False):
+                return save_state(metadata | layout_options, is_loading)
+
+            run.state_dict = with_options
+        run.save(path)
+
+
+def load_into_hybrid(path, pattern, again, **model):
+    """Load through the retargeted request, and save what arrived under the model's own keys."""
+    layout = read_checkpoint_layout(str(path))
+    maps = interop.gpt_compatible_layer_maps(pattern, layout)
+
+    def prepare(state):
+        for part in ('model', 'optimizer'):
+            interop.retarget_sharded_state_dict_to_gpt_checkpoint(state[part], maps)
+        interop.check_sources({part: state[part] for part in ('model', 'optimizer')}, layout)
+        return state
+
+    with model_parallel(seed=99):
+        run = Training.start(hybrid(pattern, **model), distributed_optimizer())
+        run.load(path, prepare)
+        run.save(again)
+    return maps
+
+
+@pytest.mark.parametrize(
+    'pattern, indexed, model',
+    [
+        ('*-M*E*-', True, {'num_layers': 3, 'num_moe_experts': 4, 'moe_layer_freq': [0, 1, 0]}),
+        ('*E*E', True, {'num_moe_experts': 4, 'moe_layer_freq': [1, 1]}),
+        ('*EM*E', False, {'num_moe_experts': 4, 'moe_layer_freq': 1, 'gated_linear_unit': True}),
+        ('*-*-', False, {'gated_linear_unit': True, 'add_bias_linear': False}),
+    ],
+)
+def test_layers_stored_by_index_and_as_axis(pattern, indexed, model, tmp_path):
+    save_gpt(tmp_path / 'gpt', **model)
+    of_hybrid = {
+        key: value for key, value in model.items() if key not in ('num_layers', 'moe_layer_freq')
+    }
+    maps = load_into_hybrid(tmp_path / 'gpt', pattern, tmp_path / 'again', **of_hybrid)
+    assert maps.indexed == indexed
+    source, loaded = read_tensors(tmp_path / 'gpt'), read_tensors(tmp_path / 'again')
+    compared = 0
+    for key, value in loaded.items():
+        expected = gpt_source(source, key, pattern)
+        if expected is not None:
+            compared += 1
+            assert torch.equal(value, expected), key
+    per_layer = [key for key in loaded if 'decoder.layers.' in key and '.mixer.' not in key]
+    assert compared >= len(per_layer) > 20
+
+
+def test_weights_on_one_side_only_are_an_error(tmp_path):
+    save_gpt(tmp_path / 'untied', tied=False)
+    with pytest.raises(CheckpointingException, match='output_layer.weight.*nothing in the model'):
+        load_into_hybrid(tmp_path / 'untied', '*-*-', tmp_path / 'again')
+    save_gpt(tmp_path / 'tied')
+    with pytest.raises(CheckpointingException, match='output_layer.weight.*does not have it'):
+        load_into_hybrid(tmp_path / 'tied', '*-*-', tmp_path / 'again', tied=False)
+    with pytest.raises(CheckpointingException, match='position_embeddings.weight'):
+        load_into_hybrid(
+            tmp_path / 'tied',
+            '*-*-',
+            tmp_path / 'again',
+            position_embedding_type='learned_absolute',
+        )
+
+
+def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
+    save_gpt(tmp_path / 'dense')
+    layout = read_checkpoint_layout(str(tmp_path / 'dense'))
+    assert (layout.family, layout.num_layers, layout.indexed) == ('gpt', 2, False)
+    for pattern, reason in [('*-', '2 layers'), ('*E*E', 'dense'), ('*-*E', 'mixes')]:
+        with pytest.raises(ValueError, match=reason):
+            interop.gpt_compatible_layer_maps(pattern, layout)
+
+
+def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
+    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+
+    save_gpt(tmp_path / 'iter_0000002')
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
+    assert main([str(tmp_path), 'M*-*-']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split('<-')[1].strip() for line in lines if '<-' in line] == [
+        'fresh initialisation',
+        'attention of GPT layer 0',
+        'dense MLP of GPT layer 0',
+        'attention of GPT layer 1',
+        'dense MLP of GPT layer 1',
+    ]
+    assert lines[-2:] == [
+        'Optimizer state: fully_reshardable',
+        'Will load, with its optimizer state.',
+    ]
+    for path, pattern, reason in [
+        (tmp_path, '*-', '2 layers'),
+        (tmp_path, '*E*E', 'dense'),
+        (tmp_path / 'nowhere', '*-*-', 'no .metadata'),
+    ]:
+        assert main([str(path), pattern]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('two')
+    assert main([str(tmp_path), '*-*-']) == 1
+    assert "holds 'two'" in capsys.readouterr().out

@@ -1,0 +1,150 @@
+"""``load_checkpoint``: which checkpoints go into which run, and what a user is told otherwise."""
+
+import json
+import re
+
+import pytest
+
+from tests.cpu_megatron.torchrun import torchrun
+
+DISTRIBUTED = ['--ckpt-format=torch_dist', '--use-distributed-optimizer']
+RESHARDABLE = [*DISTRIBUTED, '--dist-ckpt-optim-fully-reshardable']
+SHORT = ['--exit-interval=1', '--save-interval=1']
+
+CHECKPOINTS = {
+    'gpt': ['gpt', *RESHARDABLE],
+    'gpt of 3 layers': ['gpt', *RESHARDABLE, '--num-layers=3'],
+    'gpt untied': ['gpt', *RESHARDABLE, '--untie-embeddings-and-output-weights'],
+    'gpt in buckets': ['gpt', *DISTRIBUTED],
+    'gpt without optimizer': ['gpt', *RESHARDABLE, '--no-save-optim'],
+    'gpt, optimizer not distributed': ['gpt', '--ckpt-format=torch_dist'],
+    'hybrid': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*-'],
+}
+WITH_OTHER_ARGUMENTS = {
+    'hybrid without a pattern': ({'hybrid_layer_pattern': None}, CHECKPOINTS['hybrid']),
+    'hybrid with the old name': (
+        {'hybrid_layer_pattern': None, 'hybrid_override_pattern': '*-*-'},
+        CHECKPOINTS['hybrid'],
+    ),
+    'gpt that says hybrid': ({'hybrid_layer_pattern': '*-*-'}, CHECKPOINTS['gpt']),
+}
+
+
+@pytest.fixture(scope='module')
+def checkpoints(tmp_path_factory):
+    root = tmp_path_factory.mktemp('checkpoints')
+    for name, arguments in CHECKPOINTS.items():
+        torchrun(1, 'tests.cpu_megatron.pretrain', *arguments, *SHORT, '--save', str(root / name))
+    for name, (changes, arguments) in WITH_OTHER_ARGUMENTS.items():
+        torchrun(
+            1,
+            'tests.unit_tests.training.save_with_args',
+            json.dumps(changes),
+            *arguments,
+            *SHORT,
+            '--save',
+            str(root / name),
+        )
+    return root
+
+
+def attempt(cases, checkpoints, tmp_path, *arguments):
+    for settings in cases.values():
+        settings['load'] = str(checkpoints / settings['load'])
+    torchrun(
+        1,
+        'tests.unit_tests.training.refusals',
+        f'{tmp_path}/out.json',
+        json.dumps(cases),
+        *arguments,
+    )
+    return json.loads((tmp_path / 'out.json').read_text())
+
+
+# name of the attempt -> (arguments that differ, what the message has to say)
+HYBRID_RUN = {
+    'other number of layers': ({'load': 'gpt of 3 layers'}, 'RuntimeError: .*3 layers'),
+    'state in buckets': (
+        {'load': 'gpt in buckets'},
+        "RuntimeError: .*'dp_reshardable'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim",
+    ),
+    'optimizer not distributed': (
+        {'load': 'gpt, optimizer not distributed'},
+        'RuntimeError: .*not distributed.*--no-load-optim',
+    ),
+    'run without distributed optimizer': (
+        {'load': 'gpt', 'use_distributed_optimizer': False},
+        'RuntimeError: .*--use-distributed-optimizer',
+    ),
+    'no optimizer': (
+        {'load': 'gpt without optimizer'},
+        'RuntimeError: .*no optimizer state.*--no-load-optim',
+    ),
+    'untied': (
+        {'load': 'gpt untied', 'no_load_optim': True},
+        'CheckpointingException: output_layer.weight: .*--untie-embeddings',
+    ),
+    'pattern missing': (
+        {'load': 'gpt', 'hybrid_layer_pattern': None},
+        'RuntimeError: .*--hybrid-layer-pattern',
+    ),
+    'pattern unbalanced': (
+        {'load': 'gpt', 'hybrid_layer_pattern': '*-*'},
+        r"RuntimeError: .*'\*-\*'.*2 attention",
+    ),
+    'contradiction': (
+        {'load': 'gpt that says hybrid'},
+        r"RuntimeError: .*contradicts.*'\*-\*-'.*decoder.final_layernorm",
+    ),
+}
+LOADS = {
+    'gpt': {'load': 'gpt'},
+    'gpt in buckets, weights only': {'load': 'gpt in buckets', 'no_load_optim': True},
+    'gpt without optimizer, weights only': {'load': 'gpt without optimizer', 'no_load_optim': True},
+    'gpt, finetune': {'load': 'gpt', 'finetune': True},
+    'hybrid': {'load': 'hybrid'},
+    'hybrid without a pattern': {'load': 'hybrid without a pattern'},
+    'hybrid with the old name': {'load': 'hybrid with the old name'},
+}
+
+
+def test_hybrid_run(checkpoints, tmp_path):
+    refused = {name: dict(settings) for name, (settings, _) in HYBRID_RUN.items()}
+    loads = {name: dict(settings) for name, settings in LOADS.items()}
+    outcomes = attempt(
+        refused | loads,
+        checkpoints,
+        tmp_path,
+        'hybrid',
+        *RESHARDABLE,
+        '--hybrid-layer-pattern=*-*-',
+        '--seed=99',
+    )
+    for name, (_, message) in HYBRID_RUN.items():
+        assert outcomes[name]['error'] and re.match(message, outcomes[name]['error']), outcomes[
+            name
+        ]
+        assert '\n' not in outcomes[name]['error'], name
+        assert outcomes[name]['untouched'], name
+    for name in LOADS:
+        assert outcomes[name]['error'] is None, outcomes[name]
+        assert not outcomes[name]['untouched'], name
+
+
+def test_gpt_run(checkpoints, tmp_path):
+    message = 'RuntimeError: .*hybrid.*pretrain_hybrid.py'
+    outcomes = attempt(
+        {
+            'gpt': {'load': 'gpt'},
+            'hybrid': {'load': 'hybrid'},
+            'hybrid without a pattern': {'load': 'hybrid without a pattern'},
+        },
+        checkpoints,
+        tmp_path,
+        'gpt',
+        *RESHARDABLE,
+        '--seed=99',
+    )
+    assert outcomes['gpt'] == {'error': None, 'untouched': False}
+    assert re.match(message, outcomes['hybrid']['error'])
+    assert re.match(message, outcomes['hybrid without a pattern']['error'])
