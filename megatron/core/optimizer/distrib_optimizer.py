@@ -65,7 +65,8 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         super().load_state_dict(state_dict)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
-                state['step'] = state['step'].clone()
+                if 'step' in state:
+                    state['step'] = state['step'].clone()
             for group in self.optimizer.param_groups:
                 group.pop('step', None)
         elif self.optimizer is not None:
