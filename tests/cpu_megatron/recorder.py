@@ -20,11 +20,13 @@ class Record:
             ``lm loss``.
         model: parameters and buffers after the last iteration.
         optimizer: every tensor and number of the inner optimizers after the last iteration.
+        loaded: this rank's shards of the distributed optimizer before the first iteration.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
+    loaded: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
@@ -61,6 +63,28 @@ def optimizer_state(optimizer) -> dict[str, torch.Tensor]:
     return state
 
 
+def optimizer_shards(optimizer) -> dict[str, tuple[int, torch.Tensor]]:
+    """What the distributed optimizer keeps for each of this rank's parameters.
+
+    Returns:
+        keys ``<parameter>.<state>``; where in the flattened parameter the shard begins, and a copy
+        of it. ``param`` is the main parameter, ``inner`` what a hybrid device optimizer steps.
+    """
+    shards = {}
+    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        for model_param, (group, order) in getattr(part, 'model_param_group_index_map', {}).items():
+            name = part._param_name(model_param)
+            start = part._get_model_param_range_map(model_param)['param'].start
+            param = part.optimizer.param_groups[group]['params'][order]
+            values = {'param': param, **part.optimizer.state.get(param, {})}
+            if hasattr(part.optimizer, 'param_to_inner_param'):
+                values['inner'] = part.optimizer.param_to_inner_param[param]
+            for state, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    shards[f'{name}.{state}'] = (start, value.detach().clone())
+    return shards
+
+
 def model_state(model) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of all chunks; keys ``<chunk>.<name>``, values copies."""
     return {
@@ -94,6 +118,7 @@ def recording(training, log: str | Path | None = None) -> Iterator[Record]:
         return result
 
     def recorded_train(forward_step_func, model, optimizer, *args, **kwargs):
+        record.loaded = optimizer_shards(optimizer)
         try:
             return train(forward_step_func, model, optimizer, *args, **kwargs)
         finally:

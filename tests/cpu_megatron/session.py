@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,14 @@ def model_parallel(
         os.environ.setdefault('WORLD_SIZE', '1')
         os.environ.setdefault('MASTER_ADDR', '127.0.0.1')
         os.environ.setdefault('MASTER_PORT', str(free_port()))
-        torch.distributed.init_process_group('gloo')
+        torch.distributed.init_process_group('gloo', timeout=timedelta(minutes=1))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=expert,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=1,
     )
     seed_everything(seed)
     try:

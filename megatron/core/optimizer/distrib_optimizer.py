@@ -73,9 +73,14 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         super().load_state_dict(state_dict)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
-                state['step'] = state['step'].clone()
+                if 'step' in state:
+                    state['step'] = state['step'].clone()
             for group in self.optimizer.param_groups:
                 group.pop('step', None)
+        elif self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                if not group['params']:  # FusedAdam doesn't count there
+                    group.pop('step', None)
 
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict, is_loading=False, metadata=None

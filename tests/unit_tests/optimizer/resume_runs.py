@@ -1,0 +1,34 @@
+"""Runs of ``megatron.training`` one after the other in the processes of one launch.
+
+    torchrun … -m tests.unit_tests.optimizer.resume_runs TASKS
+
+TASKS is a JSON list of ``{"name", "kind", "arguments", "result"}``. Each run's record goes to
+``<result>.<rank>``, an error to the same file as text.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.cpu_megatron.pretrain import prepare, run
+
+
+def main() -> None:
+    """Do the tasks in order; a task that fails doesn't keep the next ones from running."""
+    prepare(simulate_devices=True)
+    for task in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            result = dataclasses.asdict(run(task['kind'], task['arguments']))
+        except (Exception, SystemExit):
+            result = traceback.format_exc(limit=-4)
+        torch.save(result, f'{task["result"]}.{os.environ["RANK"]}')
+        torch.distributed.barrier()
+
+
+if __name__ == '__main__':
+    main()

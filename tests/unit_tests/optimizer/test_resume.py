@@ -1,0 +1,183 @@
+"""A run that stops and resumes against one that doesn't, through real save_ and load_checkpoint."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cpu_megatron.recorder import read_log
+from tests.cpu_megatron.torchrun import torchrun
+
+ADAMS = ('torch_adam', 'fused_adam')
+FORMATS = {
+    'dp_reshardable': [],
+    'fully_reshardable': ['--dist-ckpt-optim-fully-reshardable'],
+}
+PLAIN = ['--bf16', '--use-distributed-optimizer']
+BUCKETS = ['--overlap-grad-reduce', '--ddp-bucket-size', '4000']
+MOE = ['--num-experts', '4']
+
+
+def offload(fraction: float) -> list[str]:
+    return [
+        '--use-precision-aware-optimizer',
+        '--optimizer-cpu-offload',
+        *('--optimizer-offload-fraction', str(fraction)),
+    ]
+
+
+OPTIONS = {
+    'plain': PLAIN,
+    'offload 0.5': PLAIN + offload(0.5),
+    'offload 1.0': PLAIN + offload(1.0),
+    'buckets': PLAIN + BUCKETS,
+    'buckets offload 0.5': PLAIN + BUCKETS + offload(0.5),
+    'moe': PLAIN + MOE,
+    'moe offload 0.5': PLAIN + MOE + offload(0.5),
+}
+CASES = [
+    (nproc, sharding_type, name)
+    for nproc in (1, 2)
+    for sharding_type in FORMATS
+    for name in OPTIONS
+    # each option with both formats on one or the other number of ranks
+    if nproc == 1 or name in ('plain', 'offload 0.5') or sharding_type == 'dp_reshardable'
+]
+RESHARDED = ('plain', 'offload 0.5')
+
+
+def arguments(nproc: int, sharding_type: str, name: str) -> list[str]:
+    experts = ['--expert-model-parallel-size', str(nproc)] if 'moe' in name else []
+    return OPTIONS[name] + FORMATS[sharding_type] + experts
+
+
+class Runs:
+    """The runs of all cases, and what became of them; ``work`` is kept until the end."""
+
+    def __init__(self, work: Path, adam: str):
+        self.work = work
+        self.adam = adam
+
+    def path(self, kind: str, *case) -> Path:
+        return self.work / '-'.join([kind, *map(str, case)]).replace(' ', '_')
+
+    def launch(self, nproc: int, tasks: list[dict]) -> None:
+        file = self.work / f'tasks{nproc}.json'
+        file.write_text(json.dumps(tasks))
+        torchrun(
+            nproc,
+            'tests.unit_tests.optimizer.resume_runs',
+            str(file),
+            env={'CPU_MEGATRON_OPTIMIZER': self.adam},
+        )
+
+    def result(self, kind: str, *case) -> list[dict]:
+        """The record of each rank."""
+        files = sorted(self.work.glob(f'{self.path(kind, *case).name}.[0-9]'))
+        records = [torch.load(file) for file in files]
+        failed = [record for record in records if isinstance(record, str)]
+        assert records and not failed, failed[0]
+        return records
+
+    def start(self, *case) -> list[dict]:
+        """Six iterations with a save after three, and the last three again from there."""
+        given, checkpoints = arguments(*case), self.path('checkpoints', *case)
+        return [
+            {
+                'name': 'whole',
+                'kind': 'gpt',
+                'arguments': [*given, '--save', str(checkpoints), '--save-interval', '3'],
+                'result': str(self.path('whole', *case)),
+            },
+            self.resume('rest', *case),
+        ]
+
+    def resume(self, kind: str, *case) -> dict:
+        checkpoints = self.path('checkpoints', *case)
+        return {
+            'name': kind,
+            'kind': 'gpt',
+            'arguments': [*arguments(*case), '--load', str(checkpoints), '--ckpt-step', '3'],
+            'result': str(self.path(kind, *case)),
+        }
+
+
+@pytest.fixture(scope='module', params=ADAMS)
+def runs(request, tmp_path_factory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp(request.param), request.param)
+    for nproc in (1, 2):
+        tasks = [task for case in CASES if case[0] == nproc for task in runs.start(*case)]
+        runs.launch(nproc, tasks + _resharded(runs, 3 - nproc) if nproc == 2 else tasks)
+    runs.launch(1, _resharded(runs, 2))
+    return runs
+
+
+def _resharded(runs: Runs, saved_by: int) -> list[dict]:
+    return [
+        runs.resume('resharded', saved_by, sharding_type, name)
+        for sharding_type in FORMATS
+        for name in RESHARDED
+    ]
+
+
+def equal(expected: dict, found: dict) -> None:
+    assert expected.keys() == found.keys()
+    wrong = [key for key, value in expected.items() if not torch.equal(value, found[key])]
+    assert not wrong
+
+
+@pytest.mark.parametrize('case', CASES, ids=lambda case: '-'.join(map(str, case)))
+def test_the_next_steps_are_those_of_the_run_that_did_not_stop(runs, case):
+    for whole, rest in zip(runs.result('whole', *case), runs.result('rest', *case), strict=True):
+        assert [step['iteration'] for step in rest['steps']] == [4, 5, 6]
+        assert rest['steps'] == whole['steps'][3:]
+        equal(whole['optimizer'], rest['optimizer'])
+        equal(whole['model'], rest['model'])
+
+
+@pytest.mark.parametrize('name', RESHARDED)
+@pytest.mark.parametrize('sharding_type', FORMATS)
+@pytest.mark.parametrize('saved_by', [1, 2])
+def test_another_data_parallel_size_loads_the_same_state(runs, saved_by, sharding_type, name):
+    case = (saved_by, sharding_type, name)
+    expected = whole_tensors(runs.result('rest', *case))
+    found = whole_tensors(runs.result('resharded', *case))
+    if 'offload' in name and runs.adam == 'fused_adam':
+        # another part of the parameters is in host memory, and only there a parameter has steps
+        expected, found = (
+            {k: v for k, v in state.items() if not k.endswith('.step')}
+            for state in (expected, found)
+        )
+    equal(expected, found)
+    states = {key.rpartition('.')[2] for key in expected}
+    assert {'param', 'exp_avg', 'exp_avg_sq'} <= states
+    if 'offload' in name:
+        assert {'inner', 'master_param'} <= states
+
+
+def whole_tensors(records: list[dict]) -> dict[str, torch.Tensor]:
+    """Each state of each parameter put together from the ranks' shards before the first step."""
+    shards = {}
+    for record in records:
+        for key, (start, shard) in record['loaded'].items():
+            shards.setdefault(key, {})[start if shard.dim() else 0] = shard
+    return {
+        key: torch.cat([parts[start] for start in sorted(parts)]) if parts[0].dim() else parts[0]
+        for key, parts in shards.items()
+    }
+
+
+def test_in_a_fresh_process(tmp_path):
+    """The same once more with nothing in common but the files."""
+    pretrain = 'tests.cpu_megatron.pretrain'
+    given = ['gpt', '--cpu-optimizer', 'fused_adam', *arguments(1, 'dp_reshardable', 'offload 0.5')]
+    save = ['--save', str(tmp_path / 'ckpt'), '--save-interval', '3']
+    load = ['--load', str(tmp_path / 'ckpt'), '--ckpt-step', '3']
+    for name, more in (('whole', save), ('rest', load)):
+        out = ['--cpu-log', str(tmp_path / name), '--cpu-dump', str(tmp_path / f'dump-{name}')]
+        torchrun(1, pretrain, *given, *more, *out)
+    assert read_log(tmp_path / 'rest') == read_log(tmp_path / 'whole')[3:]
+    whole, rest = (torch.load(tmp_path / f'dump-{name}.0') for name in ('whole', 'rest'))
+    equal(whole['optimizer'], rest['optimizer'])
+    equal(whole['model'], rest['model'])
