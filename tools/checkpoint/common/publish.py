@@ -1,0 +1,355 @@
+"""Atomic publication: outputs appear complete, or not at all.
+
+The protocol, each step durable before the next:
+
+1. ``staged``     a hidden directory ``.<name>.tmp-<host>-<pid>-<token>`` beside each target, locked
+                  by this process; everything is written there;
+2. ``synced``     every file and directory in it is flushed to the disk;
+3. ``renamed``    each is renamed to its target. With several targets each carries the marker
+                  ``.unpublished`` until all are renamed, so that a target whose siblings are
+                  missing is known for what it is;
+4. ``unmarked``   the markers are gone, the parents flushed: this is the commit;
+5. ``tracked``    each tracker is replaced through a temporary file of its own.
+
+An error or signal before the commit removes what was staged and renamed. What a killed run leaves
+is hidden, has a name of its own, and is removed by the next run that publishes the same target.
+"""
+
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from .errors import CheckpointError
+from .paths import TRACKER_NAME
+
+UNPUBLISHED = '.unpublished'
+
+
+class Interrupted(BaseException):
+    """A SIGINT, SIGTERM or SIGHUP that arrived during a publication.
+
+    Attributes:
+        exit_code: 128 plus the signal's number, as shells have it
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f'stopped by {signal.Signals(signum).name}; nothing was published')
+        self.exit_code = 128 + signum
+
+
+def step(name: str) -> None:
+    """Named point of the protocol; tests stop the process here."""
+
+
+class Publication:
+    """Directories that are written aside and published together.
+
+    Usage::
+
+        with Publication([target], trackers={root: '100'}) as publication:
+            write_files(publication.staging[target])
+            publication.commit()
+
+    Leaving the block without ``commit`` removes everything.
+
+    Args:
+        targets: directories to publish; none may exist. Missing parents are made (and removed
+            again where the publication fails)
+        trackers: checkpoint root to text of its ``latest_checkpointed_iteration.txt``
+
+    Attributes:
+        staging: target to the directory to write into
+
+    Raises:
+        CheckpointError: a target exists, or its parent can't be written
+    """
+
+    def __init__(
+        self, targets: Sequence[str | Path], trackers: Mapping[str | Path, str] | None = None
+    ) -> None:
+        self.targets = [Path(target).absolute() for target in targets]
+        self.trackers = {Path(root).absolute(): text for root, text in (trackers or {}).items()}
+        self.staging: dict[Path, Path] = {}
+        self.committed = False
+        self._locks: list[int] = []
+        self._renamed: list[Path] = []
+        self._made_parents: list[Path] = []
+        self._signals = _Signals()
+
+    def path(self, target: str | Path) -> Path:
+        """Where to write what will become ``target``."""
+        return self.staging[Path(target).absolute()]
+
+    def __enter__(self) -> Self:
+        recover(self.targets)
+        for target in self.targets:
+            refuse_existing(target)
+        self._signals.install()
+        try:
+            token = uuid.uuid4().hex[:8]
+            for target in self.targets:
+                self._stage(target, token)
+            step('staged')
+        except BaseException:
+            self._undo()
+            self._signals.restore()
+            raise
+        return self
+
+    def _stage(self, target: Path, token: str) -> None:
+        try:
+            for parent in reversed([p for p in target.parents if not p.exists()]):
+                parent.mkdir(exist_ok=True)
+                self._made_parents.append(parent)
+            remove_leftovers(target)
+            staging = target.parent / f'{_staging_prefix(target)}{os.getpid()}-{token}'
+            staging.mkdir()  # mode and group follow the umask and the parent
+            self.staging[target] = staging
+            self._locks.append(_lock(staging))
+            if len(self.targets) > 1:
+                (staging / UNPUBLISHED).touch()
+        except OSError as error:
+            raise CheckpointError(
+                f'{target}: can\'t be written: {error.strerror or error} ({error.filename})'
+            ) from error
+
+    def commit(self) -> None:
+        """Flush, rename all, flush the parents, then write the trackers.
+
+        Raises:
+            CheckpointError: a target appeared in the meantime, or the file system refused
+        """
+        try:
+            for staging in self.staging.values():
+                fsync_tree(staging)
+            step('synced')
+            self._signals.hold()  # from here on finishing takes less time than undoing
+            for target, staging in self.staging.items():
+                refuse_existing(target)
+                os.rename(staging, target)
+                self._renamed.append(target)
+                step(f'renamed {len(self._renamed)}')
+            for parent in {target.parent for target in self.targets}:
+                fsync_directory(parent)
+            if len(self.targets) > 1:
+                unmark(self.targets)
+            self.committed = True
+            step('unmarked')
+        except OSError as error:
+            raise CheckpointError(
+                f'{error.filename2 or error.filename or self.targets[0]}: can\'t be published: '
+                f'{error.strerror or error}'
+            ) from error
+        for root, text in self.trackers.items():
+            write_tracker(root, text)
+        step('tracked')
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            if not self.committed:
+                self._undo()
+            for lock in self._locks:
+                os.close(lock)
+            self._locks.clear()
+        finally:
+            self._signals.restore()
+
+    def _undo(self) -> None:
+        self._signals.hold()
+        for path in [*self._renamed, *self.staging.values()]:
+            remove_tree(path)
+        for parent in reversed(self._made_parents):
+            try:
+                parent.rmdir()
+            except OSError:  # someone else put something there
+                break
+
+
+class _Signals:
+    """Turns SIGINT, SIGTERM and SIGHUP into ``Interrupted`` while a publication is under way."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, object] = {}
+        self._held = False
+        self._pending: int | None = None
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, background jobs
+                    self._before[signum] = signal.signal(signum, self._handle)
+
+    def hold(self) -> None:
+        """Keep signals back until ``restore``."""
+        self._held = True
+
+    def restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+        self._before.clear()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            signal.raise_signal(pending)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._held:
+            self._pending = signum
+        else:
+            self._held = True
+            raise Interrupted(signum)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise where ``target`` exists.
+
+    Raises:
+        CheckpointError: it exists
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f'{target}: exists, and an output is never replaced; name another')
+
+
+def unmark(targets: Sequence[Path]) -> None:
+    """Take away the markers that say a target's siblings may be missing."""
+    for target in targets:
+        (target / UNPUBLISHED).unlink(missing_ok=True)
+        step('unmarking')
+        fsync_directory(target)
+
+
+def recover(targets: Sequence[Path]) -> None:
+    """Bring what a killed run left of several targets to "none" or to "all".
+
+    Where every target is there, all had been renamed: the markers go. Else the marked ones are
+    removed. Targets of a running process are left alone.
+    """
+    present = [target for target in targets if target.exists()]
+    marked = [target for target in present if (target / UNPUBLISHED).exists()]
+    if not all(_unlocked(target) for target in marked):
+        return
+    if len(present) == len(targets):
+        unmark(marked)
+    else:
+        for target in marked:
+            remove_tree(target)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove staging directories for ``target`` whose processes on this host are gone."""
+    for path in target.parent.glob(glob.escape(_staging_prefix(target)) + '*'):
+        if _unlocked(path):
+            remove_tree(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, also while a writer thread that is being stopped still adds files."""
+    for _ in range(3):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+
+
+def write_tracker(root: Path, text: str) -> None:
+    """Replace ``latest_checkpointed_iteration.txt`` in ``root`` in one step.
+
+    Raises:
+        CheckpointError: it can't be written; the published output is complete nevertheless
+    """
+    tracker = root / TRACKER_NAME
+    temporary = root / f'.{TRACKER_NAME}.{uuid.uuid4().hex[:8]}'
+    try:
+        try:
+            with open(temporary, 'x') as file:
+                file.write(text)
+                file.flush()
+                fsync(file.fileno())
+            step('tracker staged')
+            os.replace(temporary, tracker)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(root)
+    except OSError as error:
+        raise CheckpointError(
+            f'{tracker}: can\'t be written: {error.strerror}; the output itself is complete: '
+            f'write {text} into this file to have it loaded'
+        ) from error
+
+
+def fsync_tree(directory: Path) -> None:
+    """Flush every file and directory below ``directory``, and itself."""
+    for path in _files(directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    for parent, _, _ in os.walk(directory):
+        fsync_directory(parent)
+
+
+def fsync_directory(directory: str | Path) -> None:
+    """Flush a directory's entries; file systems that can't do so are left alone."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync(descriptor: int) -> None:
+    """``os.fsync`` that passes over file systems without it, and not over a full disk.
+
+    Raises:
+        OSError: data could not be stored
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(directory):
+        yield from (Path(parent) / name for name in names)
+
+
+def _staging_prefix(target: Path) -> str:
+    return f'.{target.name}.tmp-{socket.gethostname()}-'
+
+
+def _lock(directory: Path) -> int:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # no locks here (some network file systems): leftovers stay, hidden
+        pass
+    return descriptor
+
+
+def _unlocked(directory: Path) -> bool:
+    """Whether the process that staged ``directory`` is known to be gone."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
