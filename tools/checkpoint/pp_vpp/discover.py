@@ -105,7 +105,9 @@ def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -
         for rank, name in zip(ranks, names, strict=True)
     }
     if len(files) < len(names):
-        raise CheckpointError(f'{directory}: two directories for the same rank ({", ".join(names)})')
+        raise CheckpointError(
+            f'{directory}: two directories for the same rank ({", ".join(names)})'
+        )
     return Source(directory, files)
 
 

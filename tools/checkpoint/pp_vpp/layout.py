@@ -92,10 +92,12 @@ class Plan:
     """A conversion.
 
     Attributes:
+        sources: every old chunk, in pipeline order
         moves: every new chunk, in pipeline order; empty chunks last
         outputs: the output sides by name
     """
 
+    sources: tuple[ChunkId, ...]
     moves: tuple[Move, ...]
     outputs: dict[str, OutputSide]
 
@@ -157,7 +159,7 @@ def one_to_one(
         )
         first_layer += count
     moves += [Move(target, (), first_layer, whole=True) for target in empty]
-    return Plan(tuple(moves), {side.name: side for side in outputs})
+    return Plan(tuple(sources), tuple(moves), {side.name: side for side in outputs})
 
 
 def resplit(
@@ -216,7 +218,7 @@ def resplit(
         )
         first_layer += count
     side = OutputSide('', pipeline_size, virtual_size if virtual_size > 1 else None)
-    return Plan(tuple(moves), {'': side})
+    return Plan(tuple(sources), tuple(moves), {'': side})
 
 
 def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[Piece, ...]:
