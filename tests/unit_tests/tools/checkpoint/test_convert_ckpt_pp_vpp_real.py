@@ -1,8 +1,10 @@
 """Runs of real Megatron code on converted checkpoints take the step that the source would take."""
 
+from functools import partial
+
 import pytest
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, tree
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import differences, records, run
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 
@@ -11,7 +13,10 @@ PP4 = '--pipeline-model-parallel-size 4'
 TP2 = '--tensor-model-parallel-size 2'
 VPP = '--num-layers-per-virtual-pipeline-stage 1'
 UNTIED = '--untie-embeddings-and-output-weights'
-MOE = '--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --moe-router-topk 1'
+MOE = (
+    '--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --moe-router-topk 2 '
+    '--global-batch-size 8'
+)
 
 
 # name: ranks and arguments of both runs, of the source, conversion, ranks and arguments of the
@@ -62,6 +67,10 @@ CASES = {
         f'--num-layers 4 --bf16 {MOE}', 4, PP2, 'reshape --pipeline-size 2 --virtual-size 2', 4,
         f'{PP2} {VPP}', 'torch_adam',
     ),
+    'merge: hybrid model': (
+        '--hybrid-layer-pattern M-|*-|M*|-- --mamba-head-dim 4', 4, PP4,
+        'merge --pipeline-size 2', 2, PP2, 'fused_adam',
+    ),
     'split: fp16 with a loss scale': (
         '--num-layers 4 --fp16 --initial-loss-scale 256', 2, f'{PP2} {VPP}', 'split', 4, PP4,
         'torch_adam',
@@ -73,22 +82,22 @@ CASES = {
 def test_converted_run_takes_the_same_step(name, tmp_path):
     shared, ranks, layout, conversion, new_ranks, new_layout, optimizer = CASES[name]
     source, converted = tmp_path / 'source', tmp_path / 'converted'
-    run(ranks, shared, layout, f'--save {source} --exit-interval 2', optimizer=optimizer)
-    run(
-        ranks, shared, layout, f'--load {source} --exit-interval 3', optimizer=optimizer,
-        record=tmp_path / 'expected',
-    )
+    train = partial(run, kind='hybrid' if 'hybrid' in name else 'gpt', optimizer=optimizer)
+    train(ranks, shared, layout, f'--save {source} --exit-interval 2')
+    train(ranks, shared, layout, f'--load {source} --exit-interval 3', record=tmp_path / 'expected')
     assert main([*conversion.split(), '--load-dir', str(source), '--save-dir', str(converted)]) == 0
-    run(
+    train(
         new_ranks, shared, new_layout, f'--load {converted} --exit-interval 3',
-        optimizer=optimizer, record=tmp_path / 'found',
+        record=tmp_path / 'found',
     )
     expected, found = records(tmp_path / 'expected'), records(tmp_path / 'found')
+    # Megatron adds the squared norms of a rank's gradients up before it adds those of the ranks:
+    # another layout sums the same numbers in another order. All else is the same bit for bit.
+    norms = expected.pop(('grad norm', 0, '')), found.pop(('grad norm', 0, ''))
+    assert norms[0] == pytest.approx(norms[1], rel=2**-21)
     assert differences(expected, found) == []
     assert sum(kind == 'grad' for kind, _, _ in expected) > 30
     assert len({str(value) for (kind, _, _), value in expected.items() if kind == 'loss'}) == 1
-    # the converted run's own layout agrees with the converted args
-    assert load(converted, tree(converted / 'iter_0000002')[0][8:])['iteration'] == 2
 
 
 def test_wrong_routing_would_not_pass(tmp_path):
@@ -102,8 +111,6 @@ def test_wrong_routing_would_not_pass(tmp_path):
         next((key.replace(a, b) for a, b in exchange.items() if a in key), key): value
         for key, value in state['model'].items()
     }
-    from tests.unit_tests.tools.checkpoint.pp_vpp_files import save
-
     save(state, tmp_path / 'source', '00_000')
     run(2, '--num-layers 4', PP2, f'--load {tmp_path}/source --exit-interval 3',
         record=tmp_path / 'found')
