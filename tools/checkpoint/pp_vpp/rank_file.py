@@ -234,8 +234,8 @@ def put_together(
             new[key] = rewrite(stages[0].get('args', value), layout)
         else:
             new[key] = stages[0].get(key, value)
-    if len(stages) > 1:
-        new[STAGE_STATES] = stages
+    if layout.virtual_size is not None:
+        new[STAGE_STATES] = [chunk.stage for chunk in chunks]
     return new
 
 

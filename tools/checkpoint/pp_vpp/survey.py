@@ -107,8 +107,7 @@ def require_standard(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[
                 f'{stage.path}: has virtual chunks (model0 … model{len(stage.layers) - 1}), '
                 'expected a standard stage with key `model`; use split or reshape'
             )
-        if stage.empty:
-            raise CheckpointError(f'{stage.path}: key `model` is empty; the checkpoint is damaged')
+        _refuse_unproven_empty(stage)
         chunks.append(ChunkId(side.name, rank))
     return chunks
 
@@ -171,11 +170,7 @@ def every_chunk(side: SideSurvey) -> list[ChunkId]:
                 f'{stage.path}: has {len(stage.layers)} chunks, {first.path} has '
                 f'{len(first.layers)}; expected the same number on each rank'
             )
-        if stage.empty:
-            raise CheckpointError(
-                f'{stage.path}: an empty chunk, so this is one side of an edge/cloud pair; give '
-                'both sides to split'
-            )
+        _refuse_unproven_empty(stage)
     virtual = getattr(side.args(), 'virtual_pipeline_model_parallel_size', None) or 1
     if side.args() is not None and virtual != len(first.layers):
         raise CheckpointError(
@@ -183,6 +178,15 @@ def every_chunk(side: SideSurvey) -> list[ChunkId]:
             f'virtual_pipeline_model_parallel_size {virtual}; the checkpoint is damaged'
         )
     return [ChunkId(side.name, rank, number) for number in first.layers for rank in ranks]
+
+
+def _refuse_unproven_empty(stage: StageSurvey) -> None:
+    """An empty stage is one of a layout that has such, or a lost one; the layer count tells."""
+    if stage.empty and getattr(stage.args, 'num_layers', None) is None:
+        raise CheckpointError(
+            f'{stage.path}: a chunk is empty, and without num_layers in args nothing tells '
+            'whether it lost its layers'
+        )
 
 
 def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
