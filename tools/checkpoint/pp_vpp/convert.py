@@ -13,7 +13,7 @@ import torch
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.progress import progress_bar
-from ..common.publish import Publication, refuse_existing
+from ..common.publish import UNPUBLISHED, Publication, refuse_existing
 from . import rank_file, torch_file
 from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
@@ -99,7 +99,8 @@ def prepare(request: Request, options: Options) -> Prepared:
     directory = next(iter(surveys.values())).source.directory
     targets = {side: root / directory.name for side, root in request.outputs.items()}
     for target in targets.values():
-        refuse_existing(target)
+        if not (target / UNPUBLISHED).exists():  # else a killed run's, which Publication removes
+            refuse_existing(target)
     iteration = parse_iteration_dirname(directory.name)
     text = RELEASE if iteration is None else str(iteration)
     jobs = _jobs(surveys, plan)

@@ -254,9 +254,10 @@ def check_iteration(path: Path, state: Any, directory: Path) -> None:
         CheckpointError: they differ
     """
     expected = parse_iteration_dirname(directory.name)
-    if expected is not None and state.get('iteration') != expected:
+    found = state.get('iteration', expected)  # a missing key is another error
+    if expected is not None and found != expected:
         raise CheckpointError(
-            f'{path}: key `iteration` is {state.get("iteration")}, expected {expected} as in '
+            f'{path}: key `iteration` is {found}, expected {expected} as in '
             f'{directory.name}; a copy under another name, or damaged'
         )
 

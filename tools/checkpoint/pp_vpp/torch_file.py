@@ -76,7 +76,12 @@ def write(
     """
     with open(path, 'xb', buffering=0) as file:
         sink = _Sink(file, checksums, wrote)
-        torch.save(trimmed(state), sink)
+        try:
+            torch.save(trimmed(state), sink)
+        except RuntimeError:  # torch's own, about the file that an error below cut short
+            if sink.error is None:
+                raise
+            raise sink.error from None
     with open(path, 'r+b') as file:
         _set_checksums(file, sink.checksums)
 
@@ -94,6 +99,7 @@ class _Sink:
         self.known = known
         self.wrote = wrote
         self.position = 0
+        self.error: BaseException | None = None
         self.checksums: dict[tuple[int, int], int] = {}
 
     def write(self, data: Any) -> int:
@@ -104,10 +110,14 @@ class _Sink:
             checksum = zlib.crc32(view)
         self.checksums[self.position, size] = checksum
         self.position += size
-        while view:  # one system call writes at most 2 GiB
-            count = self.file.write(view)
-            self.wrote(count)
-            view = view[count:]
+        try:
+            while view:  # one system call writes at most 2 GiB
+                count = self.file.write(view)
+                self.wrote(count)
+                view = view[count:]
+        except BaseException as error:
+            self.error = error
+            raise
         return size
 
     def flush(self) -> None:
