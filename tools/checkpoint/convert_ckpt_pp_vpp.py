@@ -63,38 +63,79 @@ def parser() -> argparse.ArgumentParser:
     merge = subparsers.add_parser('merge', help='PP to VPP', allow_abbrev=False)
     _add_directories(merge, 'load-dir', 'load-dir-edge', 'load-dir-cloud')
     _add_directories(merge, 'save-dir', 'save-dir-edge', 'save-dir-cloud')
-    merge.add_argument('--merge-stages', type=_integers, metavar='0,3',
-                       help='stages that become chunks model0, model1, ... of edge rank 0')
-    merge.add_argument('--merge-cloud-stages', type=_integers, metavar='1,2',
-                       help='stages that become chunks of cloud rank 0')
-    merge.add_argument('--middle-stages', type=_integers, metavar='1,2,3',
-                       help='or: stages kept as cloud ranks 1, 2, 3, each in model0 beside an '
-                       'empty model1')
-    merge.add_argument('--pipeline-size', type=_positive, metavar='P',
-                       help='or: all stages become chunks of P ranks in interleaved order (rank r, '
-                       'chunk c holds stage c*P + r); takes --load-dir and --save-dir')
+    merge.add_argument(
+        '--merge-stages',
+        type=_integers,
+        metavar='0,3',
+        help='stages that become chunks model0, model1, ... of edge rank 0',
+    )
+    merge.add_argument(
+        '--merge-cloud-stages',
+        type=_integers,
+        metavar='1,2',
+        help='stages that become chunks of cloud rank 0',
+    )
+    merge.add_argument(
+        '--middle-stages',
+        type=_integers,
+        metavar='1,2,3',
+        help='or: stages kept as cloud ranks 1, 2, 3, each in model0 beside an empty model1',
+    )
+    merge.add_argument(
+        '--pipeline-size',
+        type=_positive,
+        metavar='P',
+        help='or: all stages become chunks of P ranks in interleaved order (rank r, '
+        'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
+    )
     split = subparsers.add_parser('split', help='VPP to PP', allow_abbrev=False)
     _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
-    split.add_argument('--split-rank', type=_natural, metavar='R',
-                       help='edge rank whose model0 becomes stage 0 and whose model1 the last '
-                       '(default: 0)')
-    split.add_argument('--split-cloud-rank', type=_natural, metavar='R',
-                       help='cloud rank whose model0, model1, ... become stages 1, 2, ... '
-                       '(default: 0)')
-    split.add_argument('--num-cloud-vpp-chunks', type=_positive, metavar='K',
-                       help='number of chunks of that rank')
-    split.add_argument('--middle-ranks', type=_integers, metavar='1,2,3',
-                       help='or: cloud ranks whose model0 becomes stage 1, 2, 3')
-    reshape = subparsers.add_parser('reshape', help='any (PP, VPP) to any other',
-                                    allow_abbrev=False)
+    split.add_argument(
+        '--split-rank',
+        type=_natural,
+        metavar='R',
+        help='edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
+    )
+    split.add_argument(
+        '--split-cloud-rank',
+        type=_natural,
+        metavar='R',
+        help='cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
+    )
+    split.add_argument(
+        '--num-cloud-vpp-chunks', type=_positive, metavar='K', help='number of chunks of that rank'
+    )
+    split.add_argument(
+        '--middle-ranks',
+        type=_integers,
+        metavar='1,2,3',
+        help='or: cloud ranks whose model0 becomes stage 1, 2, 3',
+    )
+    reshape = subparsers.add_parser(
+        'reshape', help='any (PP, VPP) to any other', allow_abbrev=False
+    )
     _add_directories(reshape, 'load-dir', 'save-dir')
-    reshape.add_argument('--pipeline-size', type=_positive, metavar='P', required=True,
-                         help='pipeline ranks of the output')
-    reshape.add_argument('--virtual-size', type=_positive, metavar='V', required=True,
-                         help='chunks of each rank; 1 for plain stages')
-    reshape.add_argument('--layers-per-chunk', type=_integers, metavar='3,2,2,3',
-                         help='layers of each chunk in pipeline order: chunk 0 of every rank, then '
-                         'chunk 1, ... (default: equally many)')
+    reshape.add_argument(
+        '--pipeline-size',
+        type=_positive,
+        metavar='P',
+        required=True,
+        help='pipeline ranks of the output',
+    )
+    reshape.add_argument(
+        '--virtual-size',
+        type=_positive,
+        metavar='V',
+        required=True,
+        help='chunks of each rank; 1 for plain stages',
+    )
+    reshape.add_argument(
+        '--layers-per-chunk',
+        type=_integers,
+        metavar='3,2,2,3',
+        help='layers of each chunk in pipeline order: chunk 0 of every rank, then '
+        'chunk 1, ... (default: equally many)',
+    )
     for command in (merge, split, reshape):
         _add_common(command)
     return top
@@ -110,17 +151,32 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument('--iteration', type=_natural, metavar='N',
-                         help='iteration to convert (default: the tracker of the (edge) source; '
-                         '`release` there means the release directory)')
-    command.add_argument('--drop-optimizer', action='store_true',
-                         help='convert without optimizer state')
-    command.add_argument('--workers', type=_positive, metavar='N',
-                         help='rank files written at the same time (default: one a CPU)')
-    command.add_argument('--dry-run', action='store_true',
-                         help='check everything, print the mapping and write nothing')
-    command.add_argument('--trust-checkpoints', action='store_true',
-                         help='load classes that are not on the allow-list, which can run code')
+    command.add_argument(
+        '--iteration',
+        type=_natural,
+        metavar='N',
+        help='iteration to convert (default: the tracker of the (edge) source; '
+        '`release` there means the release directory)',
+    )
+    command.add_argument(
+        '--drop-optimizer', action='store_true', help='convert without optimizer state'
+    )
+    command.add_argument(
+        '--workers',
+        type=_positive,
+        metavar='N',
+        help='rank files written at the same time (default: one a CPU)',
+    )
+    command.add_argument(
+        '--dry-run',
+        action='store_true',
+        help='check everything, print the mapping and write nothing',
+    )
+    command.add_argument(
+        '--trust-checkpoints',
+        action='store_true',
+        help='load classes that are not on the allow-list, which can run code',
+    )
 
 
 def request(args: argparse.Namespace) -> Request:
@@ -143,8 +199,17 @@ def request(args: argparse.Namespace) -> Request:
 
 def _merge(args: argparse.Namespace) -> Request:
     if args.pipeline_size is not None:
-        _refuse(args, '--pipeline-size', 'merge_stages', 'merge_cloud_stages', 'middle_stages',
-                'load_dir_edge', 'load_dir_cloud', 'save_dir_edge', 'save_dir_cloud')
+        _refuse(
+            args,
+            '--pipeline-size',
+            'merge_stages',
+            'merge_cloud_stages',
+            'middle_stages',
+            'load_dir_edge',
+            'load_dir_cloud',
+            'save_dir_edge',
+            'save_dir_cloud',
+        )
         _need(args, 'load_dir', 'save_dir')
         return commands.merge_plain(args.pipeline_size, args.load_dir, args.save_dir)
     _refuse(args, '--merge-stages', 'save_dir')

@@ -237,9 +237,7 @@ def _require_cover(surveys: Surveys, edge: set[int], others: set[int], flag: str
     """Each stage of either source goes to exactly one side, and none is missing in between."""
     if both := sorted(edge & others):
         raise CheckpointError(f'stage {both[0]} is named by --merge-stages and by {flag}')
-    found = {
-        stage: side.source.directory for side in surveys.values() for stage in side.stages
-    }
+    found = {stage: side.source.directory for side in surveys.values() for stage in side.stages}
     if left := sorted(found.keys() - edge - others):
         raise CheckpointError(
             f'{found[left[0]]}: stage {left[0]} is named by neither --merge-stages nor {flag}; '

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.progress import progress_bar
@@ -78,7 +76,7 @@ class Prepared:
     plan: Plan
     jobs: list[Job]
     targets: dict[str, Path]
-    trackers: dict[Path, str]
+    trackers: dict[str | Path, str]
     bytes: int
     notes: list[str]
 
@@ -118,7 +116,7 @@ def prepare(request: Request, options: Options) -> Prepared:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
     if options.drop_optimizer and not kept:
         notes.append('the outputs have no optimizer state; load them with --no-load-optim')
-    trackers = {root: text for root in request.outputs.values()}
+    trackers: dict[str | Path, str] = {root: text for root in request.outputs.values()}
     return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
 
 
@@ -134,38 +132,31 @@ def execute(prepared: Prepared, options: Options) -> None:
     """
     stop = threading.Event()
     workers = min(len(prepared.jobs), options.workers or os.cpu_count() or 1)
-    checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # torch_file carries the sources' over
-    try:
-        with (
-            Publication(list(prepared.targets.values()), prepared.trackers) as publication,
-            progress_bar(prepared.bytes, 'writing', unit='B') as progress,
-        ):
+    with (
+        Publication(list(prepared.targets.values()), prepared.trackers) as publication,
+        progress_bar(prepared.bytes, 'writing', unit='B') as progress,
+    ):
 
-            def wrote(count: int) -> None:
-                if stop.is_set():
-                    raise CheckpointError('stopped')
-                progress.update(count)
+        def wrote(count: int) -> None:
+            if stop.is_set():
+                raise CheckpointError('stopped')
+            progress.update(count)
 
-            with ThreadPoolExecutor(workers) as pool:
-                try:
-                    futures = []
-                    for job in prepared.jobs:
-                        directory = publication.path(prepared.targets[job.side])
-                        path = directory / job.rank.dirname / FILE_NAME
-                        path.parent.mkdir()
-                        futures.append(
-                            pool.submit(_write, job, path, prepared.plan, options, wrote)
-                        )
-                    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                finally:
-                    stop.set()
-                    pool.shutdown(wait=True, cancel_futures=True)
-            publication.commit()
-    finally:
-        torch.serialization.set_crc32_options(checksums)
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                futures = []
+                for job in prepared.jobs:
+                    directory = publication.path(prepared.targets[job.side])
+                    path = directory / job.rank.dirname / FILE_NAME
+                    path.parent.mkdir()
+                    futures.append(pool.submit(_write, job, path, prepared.plan, options, wrote))
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+        publication.commit()
 
 
 _loading = threading.Lock()  # torch's safe globals are one list for all threads
@@ -173,29 +164,27 @@ _loading = threading.Lock()  # torch's safe globals are one list for all threads
 
 def build(
     job: Job, plan: Plan, options: Options
-) -> tuple[dict[str, Any], dict[tuple[int, int], int]]:
-    """The content of a new rank file, and the checksums of its storages.
+) -> tuple[dict[str, Any], dict[tuple[int, int], torch_file.Record]]:
+    """The content of a new rank file, and where its storages lie.
 
     Raises:
         CheckpointError: the sources don't fit together
     """
     ranks: dict[tuple[str, int], OldRank] = {}
-    checksums: dict[tuple[int, int], int] = {}
+    records: dict[tuple[int, int], torch_file.Record] = {}
     for home, path in job.files.items():
         with _loading:
             mapped = torch_file.read(path, options.trust)
         check_iteration(path, mapped.state, path.parent.parent)
         ranks[home] = rank_file.take_apart(path, mapped.state, not options.drop_optimizer)
-        checksums |= mapped.checksums
+        records |= mapped.records
     _check_chunks(plan, ranks)
     chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
     state = rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
-    return state, checksums
+    return state, records
 
 
-def _new_chunk(
-    move: Move, plan: Plan, ranks: dict[tuple[str, int], OldRank]
-) -> rank_file.NewChunk:
+def _new_chunk(move: Move, plan: Plan, ranks: dict[tuple[str, int], OldRank]) -> rank_file.NewChunk:
     def rank_of(chunk: ChunkId) -> OldRank:
         return ranks[chunk.side, chunk.rank]
 
@@ -204,12 +193,13 @@ def _new_chunk(
     if move.whole:
         source = move.pieces[0].source
         return rank_file.whole_chunk(rank_of(source), source.chunk)
-    first, last = plan.sources[0], plan.sources[-1]
+    anyone = next(iter(ranks.values()))  # stands for an end that this chunk doesn't need
+    first, last = (
+        (end.chunk, ranks.get((end.side, end.rank), anyone))
+        for end in (plan.sources[0], plan.sources[-1])
+    )
     return rank_file.assembled_chunk(
-        move,
-        [(piece, rank_of(piece.source)) for piece in move.pieces],
-        (first.chunk, ranks.get((first.side, first.rank))),
-        (last.chunk, ranks.get((last.side, last.rank))),
+        move, [(piece, rank_of(piece.source)) for piece in move.pieces], first, last
     )
 
 
@@ -321,8 +311,8 @@ def _size(state: dict[str, Any]) -> int:
 def _write(
     job: Job, path: Path, plan: Plan, options: Options, wrote: Callable[[int], object]
 ) -> None:
-    state, checksums = build(job, plan, options)
+    state, records = build(job, plan, options)
     try:
-        torch_file.write(path, state, checksums, wrote)
+        torch_file.write(path, state, records, wrote)
     except OSError as error:
-        raise CheckpointError(f'{path}: can\'t be written: {error.strerror or error}') from error
+        raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error

@@ -98,7 +98,7 @@ def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -
     if len({(rank.pp is None, rank.ep is None) for rank in ranks}) > 1:
         raise CheckpointError(
             f'{directory}: directories with different numbers of fields '
-            f'({names[0]} … {names[-1]}); expected one layout, remove what doesn\'t belong'
+            f"({names[0]} … {names[-1]}); expected one layout, remove what doesn't belong"
         )
     files = {
         (rank.pp or 0, rank.tp, rank.ep): directory / name / FILE_NAME
@@ -124,25 +124,28 @@ def refuse_other_files(paths: Iterable[Path], drop_optimizer: bool) -> None:
                     continue
                 raise CheckpointError(
                     f'{other}: optimizer state in a file of its own, which is laid out by rank '
-                    'and can\'t be carried; convert with --drop-optimizer, or train with '
+                    "and can't be carried; convert with --drop-optimizer, or train with "
                     '--ckpt-format torch_dist, which loads into any layout'
                 )
             if other.name != FILE_NAME and other.suffix == '.pt':
                 raise CheckpointError(
                     f'{other}: not a file that this tool knows (expected {FILE_NAME} only); '
-                    'move it away if it isn\'t needed'
+                    "move it away if it isn't needed"
                 )
 
 
 def _parse(directory: Path, name: str) -> RankId:
     match = _RANK_DIR.fullmatch(name)
-    if not match or RankId(*(int(f) if f else None for f in match.groups())).dirname != name:
+    tp, pp, ep = (
+        None if field is None else int(field) for field in (match.groups() if match else [None] * 3)
+    )
+    rank = RankId(tp or 0, pp, ep)
+    if rank.dirname != name:  # 2-digit and 3-digit numbers, more digits only where needed
         raise CheckpointError(
             f'{directory / name}: not a rank directory; expected mp_rank_TT, mp_rank_TT_PPP or '
             'mp_rank_TT_PPP_EEE'
         )
-    tp, pp, ep = (None if field is None else int(field) for field in match.groups())
-    return RankId(int(tp or 0), pp, ep)
+    return rank
 
 
 def _size(args: Any, name: str) -> int:

@@ -41,7 +41,7 @@ def front(move: Move, first: End, last: End) -> list[Origin]:
         if one_before and any(key.startswith('mtp.') for key in first[1].chunks[first[0]]):
             raise CheckpointError(
                 f'{first[1].path}: multi-token prediction (mtp.*) on a single stage; splitting it '
-                'off from its embedding isn\'t supported, keep first and last layer together'
+                "off from its embedding isn't supported, keep first and last layer together"
             )
         if not one_before:
             return _keys(last, front=True)
@@ -104,7 +104,7 @@ def _tied(last: End) -> bool:
     untied = getattr(args, 'untie_embeddings_and_output_weights', None)
     if untied is None:
         raise CheckpointError(
-            f'{rank.path}: args don\'t say whether the head is tied to the embedding '
+            f"{rank.path}: args don't say whether the head is tied to the embedding "
             '(untie_embeddings_and_output_weights), which a change between one stage and several '
             'needs'
         )

@@ -186,7 +186,7 @@ def resplit(
     if new_layers is None:
         if total % len(targets):
             raise CheckpointError(
-                f'{total} layers can\'t be divided over {pipeline_size} pipeline ranks with '
+                f"{total} layers can't be divided over {pipeline_size} pipeline ranks with "
                 f'{virtual_size} chunks each ({len(targets)} chunks); give --layers-per-chunk'
             )
         new_layers = [total // len(targets)] * len(targets)
@@ -201,7 +201,8 @@ def resplit(
             f'{total} layers'
         )
     homes = [
-        (source, layer) for source, count in zip(sources, layers, strict=True)
+        (source, layer)
+        for source, count in zip(sources, layers, strict=True)
         for layer in range(count)
     ]
     moves, first_layer = [], 0

@@ -2,8 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +11,6 @@ from ..common.errors import CheckpointError
 _LAYER = re.compile(r'(decoder\.layers\.|encoder\.layers\.)(\d+)(\..+)', re.DOTALL)
 EMBEDDING = 'embedding.word_embeddings.weight'
 HEAD = 'output_layer.weight'
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a key of a new chunk comes from.
-
-    Attributes:
-        chunk: key of the old chunk in its file, such as ``model1``
-        key: key in that chunk
-        file: path of that file
-    """
-
-    file: Path
-    chunk: str
-    key: str
 
 
 def count_layers(state: Mapping[str, Any], where: str) -> int:

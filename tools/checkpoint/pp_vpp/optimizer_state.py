@@ -102,16 +102,16 @@ def _parse_one(rank: RankOptimizer, index: int, part: Any, where: str) -> None:
     if 'param_state' in part or 'param_state_sharding_type' in part:
         raise CheckpointError(
             f'{where}: written by the distributed optimizer, whose state is laid out by rank and '
-            f'can\'t be carried; {WAY_OUT}'
+            f"can't be carried; {WAY_OUT}"
         )
     masters_key = next((key for key in _MASTERS if key in part), None)
-    wrapper = {'inner': inner_key, 'masters': masters_key, 'others': {}}
+    wrapper: dict[str, Any] = {'inner': inner_key, 'masters': masters_key, 'others': {}}
     inner, masters = part, None
     if inner_key is not None:
         if masters_key is None:
             raise CheckpointError(
                 f'{where}: has `{inner_key}` but no {_MASTERS[0]}, as the distributed optimizer '
-                f'writes it; its state is laid out by rank and can\'t be carried; {WAY_OUT}'
+                f"writes it; its state is laid out by rank and can't be carried; {WAY_OUT}"
             )
         inner, masters = part[inner_key], part[masters_key]
         others = {key: part[key] for key in part if key not in (inner_key, masters_key)}
@@ -123,9 +123,7 @@ def _parse_one(rank: RankOptimizer, index: int, part: Any, where: str) -> None:
         found = ', '.join(map(str, inner)) if isinstance(inner, Mapping) else type(inner).__name__
         raise _unknown(where, f'keys {found}')
     groups, slots = _parse_groups(index, inner, where)
-    if masters is not None and (
-        not isinstance(masters, list) or len(masters) != len(groups)
-    ):
+    if masters is not None and (not isinstance(masters, list) or len(masters) != len(groups)):
         raise _unknown(where, f'{masters_key} without one list for each of {len(groups)} groups')
     rank.wrappers.append(wrapper)
     rank.groups.append(groups)
@@ -136,7 +134,9 @@ def _parse_one(rank: RankOptimizer, index: int, part: Any, where: str) -> None:
 def _parse_groups(
     index: int, inner: Mapping[str, Any], where: str
 ) -> tuple[list[Group], list[list[Slot]]]:
-    state, groups, slots = inner['state'], [], []
+    state = inner['state']
+    groups: list[Group] = []
+    slots: list[list[Slot]] = []
     seen: set[int] = set()
     for number, header in enumerate(inner['param_groups']):
         params = header.get('params') if isinstance(header, Mapping) else None
@@ -217,7 +217,7 @@ def assign_masters(
         if master is None or master.shape != tensor.shape:
             found = 'none left' if master is None else f'shape {tuple(master.shape)}'
             raise CheckpointError(
-                f'{where}, group {slot.group}: fp32 masters don\'t fit the parameters (found '
+                f"{where}, group {slot.group}: fp32 masters don't fit the parameters (found "
                 f'{found}, expected {tuple(tensor.shape)}); {WAY_OUT}'
             )
         result.append(Slot(slot.optimizer, slot.group, slot.shape, slot.state, master))
@@ -249,10 +249,10 @@ def join_headers(ranks: Sequence[tuple[str, RankOptimizer]]) -> RankOptimizer:
             if not equal(one, two):
                 raise CheckpointError(
                     f'{name}: {what} is {_short(two)}, expected {_short(one)} as in '
-                    f'{first_name}; stages with different optimizer settings can\'t share a '
+                    f"{first_name}; stages with different optimizer settings can't share a "
                     f'rank; {WAY_OUT}'
                 )
-    groups = []
+    groups: list[list[Group]] = []
     for index in range(len(first.groups)):
         groups.append([])
         for number in range(len(first.groups[index])):
@@ -283,7 +283,7 @@ def _join_group(headers: Sequence[tuple[str, Group]]) -> Group:
                 raise CheckpointError(
                     f'{name}: optimizer group {group.number} has {key} {_short(two)}, expected '
                     f'{_short(one)} as in {first_name}; stages with different optimizer settings '
-                    f'can\'t share a rank; {WAY_OUT}'
+                    f"can't share a rank; {WAY_OUT}"
                 )
     return Group(first.optimizer, first.number, first.fields, not filled)
 

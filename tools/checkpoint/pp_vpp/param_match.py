@@ -5,7 +5,7 @@ of the model's tensors. All ways to deal the tensors out to the groups are follo
 one must remain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class NamedTensor:
     tensor: torch.Tensor
 
 
-def candidates(chunk: str, state: dict[str, Any]) -> list[NamedTensor]:
+def candidates(chunk: str, state: Mapping[str, Any]) -> list[NamedTensor]:
     """Tensors of a chunk that can be parameters, in model order."""
     return [
         NamedTensor(chunk, name, value)
@@ -71,12 +71,11 @@ def match(
     total = sum(len(slots) for _, slots in groups)
     if total > len(tensors):
         raise CheckpointError(
-            f'{where}: has state of {total} parameters, but the model has {len(tensors)}; '
-            f'{WAY_OUT}'
+            f'{where}: has state of {total} parameters, but the model has {len(tensors)}; {WAY_OUT}'
         )
     spare = len(tensors) - total
     with_experts = any(group.fields.get('is_expert_parallel') and slots for group, slots in groups)
-    states: dict[tuple[int, ...], _Path | None] = {(0,) * len(groups): None}
+    states: Mapping[tuple[int, ...], _Path | None] = {(0,) * len(groups): None}
     for index, tensor in enumerate(tensors):
         following: dict[tuple[int, ...], _Path] = {}
         for positions, path in states.items():
@@ -105,9 +104,7 @@ def match(
     return [None if number < 0 else next(taken[number]) for number in reversed(assigned)]
 
 
-def _follow(
-    states: dict[tuple[int, ...], _Path], positions: tuple[int, ...], path: _Path
-) -> None:
+def _follow(states: dict[tuple[int, ...], _Path], positions: tuple[int, ...], path: _Path) -> None:
     if positions in states:  # a second way to the same place
         path = _Path(path.previous, path.group, False)
     states[positions] = path
@@ -124,16 +121,17 @@ def _fits(tensor: NamedTensor, group: Group, slot: Slot, with_experts: bool) -> 
 def _misfit(
     tensor: NamedTensor,
     groups: Sequence[tuple[Group, Sequence[Slot]]],
-    states: dict[tuple[int, ...], Any],
+    states: Mapping[tuple[int, ...], _Path | None],
     where: str,
 ) -> CheckpointError:
     positions = next(iter(states))
     expected = [
-        str(tuple(slots[at].shape or ())) for (_, slots), at in zip(groups, positions, strict=True)
+        str(tuple(slots[at].shape or ()))
+        for (_, slots), at in zip(groups, positions, strict=True)
         if at < len(slots)
     ]
     return CheckpointError(
-        f'{where}: the shapes don\'t follow the model: {tensor.chunk} {tensor.name} has shape '
+        f"{where}: the shapes don't follow the model: {tensor.chunk} {tensor.name} has shape "
         f'{tuple(tensor.tensor.shape)}, expected {" or ".join(expected) or "no more parameters"}; '
         f'{WAY_OUT}'
     )
@@ -141,6 +139,6 @@ def _misfit(
 
 def _ambiguous(where: str) -> CheckpointError:
     return CheckpointError(
-        f'{where}: which parameter its entries belong to can\'t be proven by their shapes (frozen '
+        f"{where}: which parameter its entries belong to can't be proven by their shapes (frozen "
         f'parameters, or parameter groups with equal shapes); {WAY_OUT}'
     )

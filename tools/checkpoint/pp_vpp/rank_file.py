@@ -19,8 +19,14 @@ _CHUNK = re.compile(r'model(\d+)?')
 _REQUIRED = ('checkpoint_version', 'iteration')
 # What each stage has for itself and a rank with several chunks has room for only once.
 _OF_THE_STAGE = (
-    'args', 'rng_state', 'rerun_state_machine', 'random_rng_state', 'np_rng_state',
-    'torch_rng_state', 'cuda_rng_state', 'rng_tracker_states',
+    'args',
+    'rng_state',
+    'rerun_state_machine',
+    'random_rng_state',
+    'np_rng_state',
+    'torch_rng_state',
+    'cuda_rng_state',
+    'rng_tracker_states',
 )
 
 
@@ -160,8 +166,8 @@ def whole_chunk(rank: OldRank, number: int | None) -> NewChunk:
 def assembled_chunk(
     move: Move,
     pieces: Sequence[tuple[Piece, OldRank]],
-    first: tuple[int | None, OldRank],
-    last: tuple[int | None, OldRank],
+    first: edges.End,
+    last: edges.End,
 ) -> NewChunk:
     """A chunk put together from layers of old ones.
 
@@ -263,5 +269,5 @@ def _refuse_differences(ranks: Sequence[OldRank], with_optimizer: bool) -> None:
             if not optimizer_state.equal(first.state[key], other.state[key]):
                 raise CheckpointError(
                     f'{other.path}: key `{key}` differs from {first.path}; chunks of one rank '
-                    'can hold it only once, so the two can\'t be joined'
+                    "can hold it only once, so the two can't be joined"
                 )

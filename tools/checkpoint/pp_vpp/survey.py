@@ -63,9 +63,7 @@ class SideSurvey:
         return self.stages[rank]
 
 
-def survey(
-    name: str, root: Path, iteration: int | str | None, trust: bool
-) -> SideSurvey:
+def survey(name: str, root: Path, iteration: int | str | None, trust: bool) -> SideSurvey:
     """Look at the first shard of every pipeline rank of a source.
 
     Args:
@@ -130,8 +128,8 @@ def require_chunks(side: SideSurvey, rank: int, count: int, flag: str) -> list[C
         )
     if stage.empty:
         raise CheckpointError(
-            f'{stage.path}: key `model{min(stage.empty)}` is empty, so rank {rank} has no such '
-            f'stage ({flag}); for a rank kept as it is use --middle-ranks'
+            f'{stage.path}: key `model{next(iter(stage.empty))}` is empty, so rank {rank} has no '
+            f'such stage ({flag}); for a rank kept as it is use --middle-ranks'
         )
     return [ChunkId(side.name, rank, number) for number in range(count)]
 
@@ -147,9 +145,14 @@ def require_middle(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[Ch
         stage = side.stage(rank, flag)
         filled = set(stage.layers) - stage.empty
         if filled != {0}:
+            found = ', '.join(
+                'model' if number is None else f'model{number}'
+                for number in stage.layers
+                if number in filled
+            )
             raise CheckpointError(
                 f'{stage.path}: {flag} needs a stage in `model0` and nothing in other chunks, '
-                f'found {", ".join("model" + ("" if n is None else str(n)) for n in filled)}'
+                f'found {found or "nothing"}'
             )
         chunks.append(ChunkId(side.name, rank, 0))
     return chunks
@@ -204,7 +207,7 @@ def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
     if len(ranks) > expected:
         raise CheckpointError(
             f'{where}: has {len(ranks)} pipeline stages, but args say '
-            f'pipeline_model_parallel_size {expected}; remove what doesn\'t belong'
+            f"pipeline_model_parallel_size {expected}; remove what doesn't belong"
         )
 
 
@@ -242,7 +245,7 @@ def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, in
     if expected and sizes[0] > expected:
         raise CheckpointError(
             f'{directory}: has tensor-parallel ranks {_shards(shards)}, but args say '
-            f'tensor_model_parallel_size {expected}; remove what doesn\'t belong'
+            f"tensor_model_parallel_size {expected}; remove what doesn't belong"
         )
     return shards
 

@@ -11,9 +11,9 @@ def mapping_table(prepared: Prepared) -> str:
 
     TP ranks keep their numbers, so one line stands for all of them.
     """
-    tp = {(job.side, job.rank.pp or 0): [] for job in prepared.jobs}
+    tp: dict[tuple[str, int], list[int]] = {}
     for job in prepared.jobs:
-        tp[job.side, job.rank.pp or 0].append(job.rank.tp)
+        tp.setdefault((job.side, job.rank.pp or 0), []).append(job.rank.tp)
     rows = [('old (TP, PP, chunk)', 'layers', 'new (TP, PP, chunk)', 'with')]
     for move in prepared.plan.moves:
         ranks = _range(tp[move.target.side, move.target.rank])

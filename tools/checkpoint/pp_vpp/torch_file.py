@@ -1,17 +1,22 @@
-"""Reading and writing ``torch.save`` files so that tensors never pass through memory of their own.
+"""Reading and writing ``torch.save`` files so that tensors never take memory of their own.
 
-Files are mapped, and new ones are written straight from the mapping. The checksums of the zip
-records are those the source was saved with, carried over: a record whose bytes were damaged on the
-way no longer fits its checksum.
+Files are mapped. Where a new file takes over a storage of a mapped one, its bytes are copied from
+file to file, which is faster than through the mapping. The checksums of the zip records are those
+the source was saved with, carried over: a record whose bytes were damaged on the way no longer fits
+its checksum.
 """
 
+import errno
+import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import TracebackType
+from typing import IO, Any, BinaryIO, Self, cast
 
 import numpy
 import torch
@@ -22,6 +27,26 @@ from ..common.safe_load import load_torch
 _LOCAL_HEADER = struct.Struct('<26xHH')
 _DIRECTORY_ENTRY = struct.Struct('<16xI8xHHH12x')
 _DESCRIPTOR = b'PK\x07\x08'
+_BLOCK = 1 << 20  # bytes; stays in the cache between reading and writing
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where the bytes of a mapped storage lie.
+
+    Attributes:
+        path: the file
+        offset: first byte
+        checksum: CRC-32; 0 where the file was saved without
+    """
+
+    path: Path
+    offset: int
+    checksum: int
+
+
+# Records by (address of the storage, bytes).
+Records = Mapping[tuple[int, int], Record]
 
 
 @dataclass(frozen=True)
@@ -31,12 +56,12 @@ class MappedFile:
     Attributes:
         path: where it lies
         state: what it holds; tensors lie in the mapping
-        checksums: CRC-32 of each storage by (address, bytes)
+        records: where each storage lies in the file
     """
 
     path: Path
     state: dict[str, Any]
-    checksums: Mapping[tuple[int, int], int]
+    records: Records
 
 
 def read(path: Path, trust: bool) -> MappedFile:
@@ -57,71 +82,114 @@ def read(path: Path, trust: bool) -> MappedFile:
     state = load_torch(path, trust=trust, mmap=True)
     if not isinstance(state, dict):
         raise CheckpointError(f'{path}: holds {type(state).__name__}, expected a dict')
-    return MappedFile(path, state, _checksums(path, state))
+    return MappedFile(path, state, _records(path, state))
 
 
-def write(
-    path: Path,
-    state: Any,
-    checksums: Mapping[tuple[int, int], int],
-    wrote: Callable[[int], object],
-) -> None:
-    """Save a state whose tensors lie in mapped files.
+def write(path: Path, state: Any, records: Records, wrote: Callable[[int], object]) -> None:
+    """Save a state whose tensors lie in mapped files, none of them changed since.
 
     Args:
         path: file to make
         state: what to save
-        checksums: known CRC-32 of storages by (address, bytes)
+        records: where the mapped storages lie
         wrote: is told the number of bytes after each write
+
+    Raises:
+        OSError: the file can't be written, or a source no longer be read
     """
-    with open(path, 'xb', buffering=0) as file:
-        sink = _Sink(file, checksums, wrote)
+    with (
+        open(path, 'xb', buffering=0) as file,
+        _Sink(file, records, wrote) as sink,
+        _no_computed_checksums(),
+    ):
         try:
-            torch.save(trimmed(state), sink)
+            torch.save(trimmed(state), cast(IO[bytes], sink))
         except RuntimeError:  # torch's own, about the file that an error below cut short
             if sink.error is None:
                 raise
             raise sink.error from None
-    with open(path, 'r+b') as file:
-        _set_checksums(file, sink.checksums)
+    with open(path, 'r+b') as written:
+        _set_checksums(written, sink.checksums)
+
+
+@contextmanager
+def _no_computed_checksums() -> Iterator[None]:
+    """Keep ``torch.save`` from reading every byte for a checksum; the option is the thread's."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class _Sink:
-    """File for ``torch.save`` that notes the checksum of each record's bytes."""
+    """File for ``torch.save`` that copies what lies in a file, and notes each record's checksum."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        known: Mapping[tuple[int, int], int],
-        wrote: Callable[[int], object],
-    ) -> None:
+    def __init__(self, file: BinaryIO, records: Records, wrote: Callable[[int], object]) -> None:
         self.file = file
-        self.known = known
+        self.records = records
         self.wrote = wrote
         self.position = 0
         self.error: BaseException | None = None
         self.checksums: dict[tuple[int, int], int] = {}
+        self._buffer = memoryview(bytearray(_BLOCK))
+        self._sources: dict[Path, int] = {}
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.close()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast('B')
         size = len(view)
-        checksum = self.known.get((_address(view), size)) if size else 0
-        if checksum is None:
-            checksum = zlib.crc32(view)
-        self.checksums[self.position, size] = checksum
-        self.position += size
+        record = self.records.get((_address(view), size)) if size else None
         try:
-            while view:  # one system call writes at most 2 GiB
-                count = self.file.write(view)
-                self.wrote(count)
-                view = view[count:]
+            if record is None:
+                checksum = zlib.crc32(view)
+                self._write_all(view)
+            else:
+                checksum = self._copy(record, size)
         except BaseException as error:
             self.error = error
             raise
+        self.checksums[self.position, size] = checksum
+        self.position += size
         return size
 
     def flush(self) -> None:
         """Nothing is held back."""
+
+    def _copy(self, record: Record, size: int) -> int:
+        if record.path not in self._sources:
+            descriptor = os.open(record.path, os.O_RDONLY)
+            self._closing.callback(os.close, descriptor)
+            self._sources[record.path] = descriptor
+        checksum, done = 0, 0
+        while done < size:
+            block = self._buffer[: size - done]
+            count = os.preadv(self._sources[record.path], [block], record.offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, f'{record.path} got shorter while it was read')
+            if not record.checksum:
+                checksum = zlib.crc32(block[:count], checksum)
+            self._write_all(block[:count])
+            done += count
+        return record.checksum or checksum
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:  # one system call writes at most 2 GiB
+            count = self.file.write(view)
+            self.wrote(count)
+            view = view[count:]
 
 
 def _address(view: memoryview) -> int:
@@ -152,10 +220,10 @@ def _payload(file: BinaryIO, record: zipfile.ZipInfo) -> int:
     return record.header_offset + _LOCAL_HEADER.size + name + extra
 
 
-def _checksums(path: Path, state: Any) -> dict[tuple[int, int], int]:
-    """CRC-32 of each mapped storage by (address, bytes); empty where that can't be told.
+def _records(path: Path, state: Any) -> dict[tuple[int, int], Record]:
+    """Where the mapped storages lie in their file; empty where that can't be told.
 
-    The storages lie in the mapping as their records lie in the file.
+    They lie in the mapping as in the file, each a record of the archive.
     """
     storages = sorted({(s.data_ptr(), s.nbytes()) for s in _storages(state) if s.nbytes()})
     with open(path, 'rb') as file, zipfile.ZipFile(file) as archive:
@@ -170,8 +238,8 @@ def _checksums(path: Path, state: Any) -> dict[tuple[int, int], int]:
     if [(at - base, size) for at, size in storages] != [(at, size) for at, size, _ in records]:
         return {}
     return {
-        storage: checksum for storage, (_, _, checksum) in zip(storages, records, strict=True)
-        if checksum
+        storage: Record(path, offset, checksum)
+        for storage, (offset, _, checksum) in zip(storages, records, strict=True)
     }
 
 
@@ -231,5 +299,3 @@ def _trim(tensor: torch.Tensor) -> torch.Tensor:
     own = torch.empty(0, dtype=tensor.dtype)
     own.set_(storage[start : start + size], 0, tensor.shape, tensor.stride())
     return own
-
-

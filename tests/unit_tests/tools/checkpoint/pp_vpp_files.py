@@ -40,7 +40,8 @@ def same(one, other, path='') -> list[str]:
         if len(one) != len(other):
             return [f'{path}: length']
         return [
-            d for i, (a, b) in enumerate(zip(one, other, strict=True))
+            d
+            for i, (a, b) in enumerate(zip(one, other, strict=True))
             for d in same(a, b, f'{path}[{i}]')
         ]
     if type(one) is not type(other):

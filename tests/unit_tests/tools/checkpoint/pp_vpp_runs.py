@@ -100,7 +100,7 @@ def _forbid_lenient_loading():
     load_state_dict = torch.nn.Module.load_state_dict
 
     def strictly(self, state_dict, strict=True, **kwargs):
-        assert strict, 'the checkpoint doesn\'t load strictly'
+        assert strict, "the checkpoint doesn't load strictly"
         return load_state_dict(self, state_dict, strict, **kwargs)
 
     torch.nn.Module.load_state_dict = strictly
@@ -109,6 +109,7 @@ def _forbid_lenient_loading():
 def _use_fused_adam():
     """What ``megatron.core.optimizer`` would have imported had it found Apex."""
     import megatron.core.optimizer as optimizer
+
     from tests.cpu_megatron.fused_adam_convention import FusedAdam
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False

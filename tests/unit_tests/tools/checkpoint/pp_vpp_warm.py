@@ -8,4 +8,5 @@ cpu_megatron.activate_overlay()
 import megatron.training  # noqa: E402, F401
 import megatron.training.argument_utils  # noqa: E402, F401
 import megatron.training.arguments  # noqa: E402, F401
+
 import tests.cpu_megatron.models  # noqa: E402, F401

@@ -17,8 +17,19 @@ def convert(*arguments):
 
 def merge_sides(edge, cloud, out, *mode, extra=()):
     convert(
-        'merge', '--load-dir-edge', edge, '--load-dir-cloud', cloud, '--save-dir-edge',
-        out / 'edge', '--save-dir-cloud', out / 'cloud', '--merge-stages', '0,3', *mode, *extra,
+        'merge',
+        '--load-dir-edge',
+        edge,
+        '--load-dir-cloud',
+        cloud,
+        '--save-dir-edge',
+        out / 'edge',
+        '--save-dir-cloud',
+        out / 'cloud',
+        '--merge-stages',
+        '0,3',
+        *mode,
+        *extra,
     )
     return out / 'edge', out / 'cloud'
 
@@ -38,7 +49,8 @@ def joined_optimizer(stages):
             [m for stage in stages for m in stage['optimizer']['fp32_from_fp16_params'][g]]
         )
     return {
-        'optimizer': {'state': state, 'param_groups': groups}, 'fp32_from_fp16_params': masters,
+        'optimizer': {'state': state, 'param_groups': groups},
+        'fp32_from_fp16_params': masters,
     }
 
 
@@ -47,8 +59,13 @@ def check_merged(found, stages, pipeline, virtual, tp):
         assert same(found[f'model{i}'], stage['model']) == []
         assert list(found[f'model{i}']) == list(stage['model'])
     assert same(found['optimizer'], joined_optimizer(stages)) == []
-    for key in ('checkpoint_version', 'iteration', 'opt_param_scheduler', 'rng_state',
-                'num_floating_point_operations_so_far'):
+    for key in (
+        'checkpoint_version',
+        'iteration',
+        'opt_param_scheduler',
+        'rng_state',
+        'num_floating_point_operations_so_far',
+    ):
         assert same(found[key], stages[0][key]) == [], key
     args = found['args']
     assert args.pipeline_model_parallel_size == pipeline
@@ -68,12 +85,25 @@ def stage_files(root, tp, stages):
 def test_merge_to_cloud_chunks(source, request, tmp_path):
     root = request.getfixturevalue(source)
     edge, cloud = tmp_path / 'edge', tmp_path / 'cloud'
-    convert('merge', '--load-dir', root, '--save-dir-edge', edge, '--save-dir-cloud', cloud,
-            '--merge-stages', '0,3', '--merge-cloud-stages', '1,2')
+    convert(
+        'merge',
+        '--load-dir',
+        root,
+        '--save-dir-edge',
+        edge,
+        '--save-dir-cloud',
+        cloud,
+        '--merge-stages',
+        '0,3',
+        '--merge-cloud-stages',
+        '1,2',
+    )
     tps = range(1 if source == 'pp4' else 2)
     names = [f'mp_rank_{tp:02d}' for tp in tps]
     for side, stages in ((edge, [0, 3]), (cloud, [1, 2])):
-        files = [f'{ITERATION}/{name}{end}' for name in names for end in ('', '/model_optim_rng.pt')]
+        files = [
+            f'{ITERATION}/{name}{end}' for name in names for end in ('', '/model_optim_rng.pt')
+        ]
         assert tree(side) == sorted([ITERATION, TRACKER, *files])
         assert (side / TRACKER).read_text() == '2'
         for tp in tps:
@@ -86,7 +116,8 @@ def test_middle_stages_stay_cloud_ranks(pp4, tmp_path):
     edge, cloud = merge_sides(pp4, pp4, tmp_path, '--middle-stages', '1,2')
     check_merged(load(edge, '00'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
     assert [name for name in tree(cloud / ITERATION) if '/' not in name] == [
-        'mp_rank_00_001', 'mp_rank_00_002',
+        'mp_rank_00_001',
+        'mp_rank_00_002',
     ]
     for rank in (1, 2):
         found, [stage] = load(cloud, f'00_{rank:03d}'), stage_files(pp4, 0, [rank])
@@ -99,13 +130,33 @@ def test_two_sources_with_different_tensor_sizes(pp4, pp4_tp2, tmp_path):
     check_merged(load(edge, '00'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
     for tp in (0, 1):
         check_merged(load(cloud, f'{tp:02d}'), stage_files(pp4_tp2, tp, [1, 2]), 1, 2, 2)
-    convert('split', '--load-dir-edge', edge, '--load-dir-cloud', cloud, '--save-dir',
-            tmp_path / 'split', '--num-cloud-vpp-chunks', '2')
+    convert(
+        'split',
+        '--load-dir-edge',
+        edge,
+        '--load-dir-cloud',
+        cloud,
+        '--save-dir',
+        tmp_path / 'split',
+        '--num-cloud-vpp-chunks',
+        '2',
+    )
     assert [name[8:] for name in tree(tmp_path / 'split' / ITERATION) if '/' not in name] == [
-        '00_000', '00_001', '00_002', '00_003', '01_001', '01_002',
+        '00_000',
+        '00_001',
+        '00_002',
+        '00_003',
+        '01_001',
+        '01_002',
     ]
-    for rank, source in (('00_000', pp4), ('00_003', pp4), ('00_001', pp4_tp2), ('01_001', pp4_tp2),
-                         ('00_002', pp4_tp2), ('01_002', pp4_tp2)):
+    for rank, source in (
+        ('00_000', pp4),
+        ('00_003', pp4),
+        ('00_001', pp4_tp2),
+        ('01_001', pp4_tp2),
+        ('00_002', pp4_tp2),
+        ('01_002', pp4_tp2),
+    ):
         before, after = load(source, rank), load(tmp_path / 'split', rank)
         for args in (before['args'], after['args']):
             assert args.tensor_model_parallel_size == (1 if source is pp4 else 2)
@@ -127,8 +178,16 @@ def test_merge_then_split_is_the_identity(source, mode, request, tmp_path):
             'ranks': (['--middle-stages', '1,2'], ['--middle-ranks', '1,2']),
         }[mode]
         edge, cloud = merge_sides(root, root, merged, *merging)
-        convert('split', '--load-dir-edge', edge, '--load-dir-cloud', cloud, '--save-dir', back,
-                *splitting)
+        convert(
+            'split',
+            '--load-dir-edge',
+            edge,
+            '--load-dir-cloud',
+            cloud,
+            '--save-dir',
+            back,
+            *splitting,
+        )
     assert tree(back) == tree(root)
     assert (back / TRACKER).read_text() == '2'
     for path in (root / ITERATION).iterdir():
@@ -147,8 +206,15 @@ def test_split_then_merge_is_the_identity(vpp, tmp_path):
         assert found['args'].virtual_pipeline_model_parallel_size is None
         assert found['args'].num_layers_per_virtual_pipeline_stage is None
         assert found['args'].pipeline_model_parallel_size == 4
-    convert('merge', '--load-dir', tmp_path / 'split', '--save-dir', tmp_path / 'again',
-            '--pipeline-size', '2')
+    convert(
+        'merge',
+        '--load-dir',
+        tmp_path / 'split',
+        '--save-dir',
+        tmp_path / 'again',
+        '--pipeline-size',
+        '2',
+    )
     for rank in ('00_000', '00_001'):
         before, after = load(vpp, rank), load(tmp_path / 'again', rank)
         del after['pipeline_stage_states']
@@ -156,13 +222,25 @@ def test_split_then_merge_is_the_identity(vpp, tmp_path):
 
 
 def test_reshape_routes_each_layer_and_back(pp4, tmp_path):
-    convert('reshape', '--load-dir', pp4, '--save-dir', tmp_path / 'new', '--pipeline-size', '2',
-            '--virtual-size', '2', '--layers-per-chunk', '2,0,1,3')
+    convert(
+        'reshape',
+        '--load-dir',
+        pp4,
+        '--save-dir',
+        tmp_path / 'new',
+        '--pipeline-size',
+        '2',
+        '--virtual-size',
+        '2',
+        '--layers-per-chunk',
+        '2,0,1,3',
+    )
     old = stage_files(pp4, 0, range(4))
     layers = [
         {k.split('.', 3)[3]: v for k, v in stage['model'].items() if f'layers.{n}.' in k}
-        for stage in old for n in range(3) if f'decoder.layers.{n}.input_layernorm.weight'
-        in stage['model']
+        for stage in old
+        for n in range(3)
+        if f'decoder.layers.{n}.input_layernorm.weight' in stage['model']
     ]
     assert len(layers) == 6
     first = 0
@@ -175,8 +253,19 @@ def test_reshape_routes_each_layer_and_back(pp4, tmp_path):
         ends = {(0, 0): old[0], (1, 1): old[3]}.get((rank, chunk), {'model': {}})['model']
         assert same(state, {k: v for k, v in ends.items() if 'layers.' not in k}) == []
     assert load(tmp_path / 'new', '00_000')['args'].pipeline_model_parallel_layout == 'Ett||t|tttL'
-    convert('reshape', '--load-dir', tmp_path / 'new', '--save-dir', tmp_path / 'back',
-            '--pipeline-size', '4', '--virtual-size', '1', '--layers-per-chunk', '1,2,2,1')
+    convert(
+        'reshape',
+        '--load-dir',
+        tmp_path / 'new',
+        '--save-dir',
+        tmp_path / 'back',
+        '--pipeline-size',
+        '4',
+        '--virtual-size',
+        '1',
+        '--layers-per-chunk',
+        '1,2,2,1',
+    )
     for stage in range(4):
         after = load(tmp_path / 'back', f'00_{stage:03d}')
         for key in ('model', 'optimizer'):
@@ -185,8 +274,16 @@ def test_reshape_routes_each_layer_and_back(pp4, tmp_path):
 
 
 def test_drop_optimizer(pp4, tmp_path, capsys):
-    convert('merge', '--load-dir', pp4, '--save-dir', tmp_path / 'out', '--pipeline-size', '2',
-            '--drop-optimizer')
+    convert(
+        'merge',
+        '--load-dir',
+        pp4,
+        '--save-dir',
+        tmp_path / 'out',
+        '--pipeline-size',
+        '2',
+        '--drop-optimizer',
+    )
     found = load(tmp_path / 'out', '00_001')
     assert 'optimizer' not in found
     assert same(found['model1'], load(pp4, '00_003')['model']) == []
@@ -203,8 +300,15 @@ def test_args_missing_or_none_are_kept_so_with_one_note(pp4, tmp_path, capsys, a
         else:
             del state['args']
         save(state, tmp_path / 'source', f'00_{stage:03d}')
-    convert('merge', '--load-dir', tmp_path / 'source', '--save-dir', tmp_path / 'out',
-            '--pipeline-size', '2')
+    convert(
+        'merge',
+        '--load-dir',
+        tmp_path / 'source',
+        '--save-dir',
+        tmp_path / 'out',
+        '--pipeline-size',
+        '2',
+    )
     found = load(tmp_path / 'out', '00_000')
     assert found.get('args', 'missing') == args
     assert capsys.readouterr().err.count('note:') == 1
@@ -222,14 +326,35 @@ def test_release_directory(pp4, tmp_path):
 def test_named_iteration_wins_over_the_tracker(pp4, tmp_path):
     shutil.copytree(pp4, tmp_path / 'source')
     (tmp_path / 'source' / TRACKER).write_text('9')
-    convert('merge', '--load-dir', tmp_path / 'source', '--save-dir', tmp_path / 'out',
-            '--pipeline-size', '2', '--iteration', '2')
+    convert(
+        'merge',
+        '--load-dir',
+        tmp_path / 'source',
+        '--save-dir',
+        tmp_path / 'out',
+        '--pipeline-size',
+        '2',
+        '--iteration',
+        '2',
+    )
     assert (tmp_path / 'out' / TRACKER).read_text() == '2'
 
 
 def test_dry_run_prints_the_mapping_and_writes_nothing(pp4, tmp_path, capsys):
-    merge = ['merge', '--load-dir', pp4, '--save-dir-edge', tmp_path / 'e', '--save-dir-cloud',
-             tmp_path / 'c', '--merge-stages', '0,3', '--merge-cloud-stages', '1,2', '--dry-run']
+    merge = [
+        'merge',
+        '--load-dir',
+        pp4,
+        '--save-dir-edge',
+        tmp_path / 'e',
+        '--save-dir-cloud',
+        tmp_path / 'c',
+        '--merge-stages',
+        '0,3',
+        '--merge-cloud-stages',
+        '1,2',
+        '--dry-run',
+    ]
     convert(*merge)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2:6] == [
@@ -253,9 +378,20 @@ def test_views_into_a_shared_buffer_are_cut_out(pp4, tmp_path):
             state['model'][key] = buffer[at : at + value.numel()].view(value.shape)
             at += value.numel()
         save(state, tmp_path / 'source', f'00_{stage:03d}')
-    convert('reshape', '--load-dir', tmp_path / 'source', '--save-dir', tmp_path / 'out',
-            '--pipeline-size', '6', '--virtual-size', '1')
+    convert(
+        'reshape',
+        '--load-dir',
+        tmp_path / 'source',
+        '--save-dir',
+        tmp_path / 'out',
+        '--pipeline-size',
+        '6',
+        '--virtual-size',
+        '1',
+    )
     found = load(tmp_path / 'out', '00_002')
     weight = found['model']['decoder.layers.0.mlp.linear_fc1.weight']
     assert weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    assert same(weight, load(pp4, '00_001')['model']['decoder.layers.1.mlp.linear_fc1.weight']) == []
+    assert (
+        same(weight, load(pp4, '00_001')['model']['decoder.layers.1.mlp.linear_fc1.weight']) == []
+    )
