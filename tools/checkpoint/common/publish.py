@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -253,10 +254,11 @@ def remove_leftovers(target: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a directory, also while a writer thread that is being stopped still adds files."""
-    for _ in range(3):
+    for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
             return
+        time.sleep(0.05)
 
 
 def write_tracker(root: Path, text: str) -> None:
