@@ -1,0 +1,48 @@
+"""``torch.distributed`` over gloo for code that asks for NCCL."""
+
+import functools
+
+import torch.distributed as dist
+
+
+def _over_gloo(create):
+    @functools.wraps(create)
+    def over_gloo(*args, **kwargs):
+        if args and isinstance(args[0], str):
+            args = ('gloo', *args[1:])
+        elif kwargs.get('backend') is not None or create.__name__ == 'init_process_group':
+            kwargs['backend'] = 'gloo'
+        for nccl_only in ('device_id', 'pg_options'):
+            kwargs.pop(nccl_only, None)
+        return create(*args, **kwargs)
+
+    return over_gloo
+
+
+def install() -> None:
+    """Groups are made with gloo; collectives get the arguments that gloo takes."""
+    barrier, all_to_all_single = dist.barrier, dist.all_to_all_single
+
+    @functools.wraps(barrier)
+    def barrier_without_devices(group=None, async_op=False, device_ids=None):
+        return barrier(group=group, async_op=async_op)
+
+    @functools.wraps(all_to_all_single)
+    def all_to_all_with_lists(
+        output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        as_list = [
+            None if sizes is None else [int(size) for size in sizes]
+            for sizes in (output_split_sizes, input_split_sizes)
+        ]
+        return all_to_all_single(output, input, *as_list, group=group, async_op=async_op)
+
+    replaced = {
+        'init_process_group': _over_gloo(dist.init_process_group),
+        'new_group': _over_gloo(dist.new_group),
+        'barrier': barrier_without_devices,
+        'all_to_all_single': all_to_all_with_lists,
+    }
+    for name, value in replaced.items():
+        setattr(dist, name, value)
+        setattr(dist.distributed_c10d, name, value)

@@ -1,0 +1,90 @@
+"""A HybridStack of megatron's own modules without Transformer Engine.
+
+The layer norms are modules of their own here and parts of the following linear layer in TE; the key
+maps give their checkpoint entries TE's names, as GPT's local spec does.
+"""
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+_mamba = ModuleSpec(
+    module=MambaLayer,
+    submodules=MambaLayerSubmodules(
+        norm=WrappedTorchNorm,
+        mixer=ModuleSpec(
+            module=MambaMixer,
+            submodules=MambaMixerSubmodules(
+                in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+            ),
+        ),
+        mamba_bda=get_bias_dropout_add,
+    ),
+)
+
+_attention = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=ModuleSpec(
+            module=SelfAttention,
+            params={'attn_mask_type': AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=DotProductAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=IdentityOp,
+                k_layernorm=IdentityOp,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={
+            'input_layernorm.': 'self_attention.linear_qkv.layer_norm_',
+        },
+    ),
+)
+
+_mlp = ModuleSpec(
+    module=MLPLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=ModuleSpec(
+            module=MLP,
+            submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        ),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_'},
+    ),
+)
+
+_moe = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_'},
+    ),
+)
+
+hybrid_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        mamba_layer=_mamba, attention_layer=_attention, mlp_layer=_mlp, moe_layer=_moe
+    ),
+)
