@@ -18,7 +18,7 @@ from .geometry import Box, runs
 from .payload import OpenFiles, load_chunk, locate, read_exactly
 from .plan import ChunkJob, StoredChunk
 
-BLOCK_ELEMENTS = 1 << 16  # buffers of one block stay in a core's second-level cache
+BLOCK_ELEMENTS = 1 << 17  # buffers of one block stay in a core's second-level cache
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
 _OPEN_FILES = 64
 
@@ -54,10 +54,10 @@ class ChunkMerger:
         self._block = block_elements
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
-        self._files = OpenFiles(max(_OPEN_FILES, 2 * len(weights)))
+        self._files = OpenFiles(_OPEN_FILES)
         self._accumulator = torch.empty(block_elements)
         self._scratch = torch.empty(block_elements)
-        self._raw = torch.empty(block_elements, dtype=torch.float64).view(torch.uint8)
+        self._raw = _RawBuffer(block_elements)
         self.read_seconds = 0.0
         self.math_seconds = 0.0
         self.bytes_read = 0
@@ -79,6 +79,7 @@ class ChunkMerger:
             Stopped: ``stop`` was set
         """
         begin, reading = perf_counter(), self.read_seconds
+        self._files.allow(sum(map(len, job.stored)))
         readers = [self._reader(job, stored) for stored in job.stored]
         plain = all(isinstance(reader, _PlainReader) for reader in readers)
         block = self._block if plain else max(job.box.numel, 1)
@@ -156,16 +157,28 @@ class ChunkMerger:
         return _AssemblingReader(job.box, stored[0].dtype, parts)
 
     def _chunk_reader(self, key: str, stored: StoredChunk) -> '_Reader':
-        try:
-            descriptor = self._files.get(stored.path)
-        except OSError as error:
-            raise CheckpointError(f'{stored.path}: {error.strerror}') from error
+        descriptor = self._files.get(stored.path)
         offset = locate(
             descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes
         )
         if offset is None:
             return _WholeReader(key, stored)
-        return _PlainReader(self._files, stored, offset, self._raw)
+        return _PlainReader(descriptor, stored, offset, self._raw)
+
+
+class _RawBuffer:
+    """Memory for one block as it is stored, seen as bytes and as elements of each dtype."""
+
+    def __init__(self, elements: int) -> None:
+        self._memory = torch.empty(elements, dtype=torch.float64).view(torch.uint8)
+        self.bytes = memoryview(self._memory.numpy())
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+
+    def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """The first ``count`` elements as ``dtype``."""
+        if dtype not in self._views:
+            self._views[dtype] = self._memory.view(dtype)
+        return self._views[dtype][:count]
 
 
 class _Reader:
@@ -180,31 +193,29 @@ class _PlainReader(_Reader):
     """Reads elements at their place in the file into a buffer."""
 
     def __init__(
-        self, files: OpenFiles, stored: StoredChunk, offset: int, buffer: torch.Tensor
+        self, descriptor: int, stored: StoredChunk, offset: int, buffer: _RawBuffer
     ) -> None:
-        self._files = files
+        self._descriptor = descriptor
         self._path = stored.path
         self._offset = offset
         self._dtype = stored.dtype
-        self._end = offset + stored.box.numel * stored.dtype.itemsize
+        self._itemsize = stored.dtype.itemsize
+        self._end = offset + stored.box.numel * self._itemsize
         self._asked = offset
         self._buffer = buffer
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        itemsize = self._dtype.itemsize
-        raw = _sized(self._buffer, count * itemsize)
-        self.read_into(raw, start)
-        return raw.view(self._dtype)
+        self.read_into(self._buffer.bytes[: count * self._itemsize], start)
+        return self._buffer.elements(self._dtype, count)
 
-    def read_into(self, raw: torch.Tensor, start: int) -> None:
-        """Fill the bytes of ``raw`` from element ``start`` on."""
-        at = self._offset + start * self._dtype.itemsize
-        descriptor = self._files.get(self._path)
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill ``target`` from element ``start`` on."""
+        at = self._offset + start * self._itemsize
         if at + READ_AHEAD > self._asked < self._end:
             ahead = min(self._end - self._asked, 2 * READ_AHEAD)
-            os.posix_fadvise(descriptor, self._asked, ahead, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._descriptor, self._asked, ahead, os.POSIX_FADV_WILLNEED)
             self._asked += ahead
-        read_exactly(descriptor, memoryview(raw.numpy()), at, self._path)
+        read_exactly(self._descriptor, target, at, self._path)
 
 
 class _WholeReader(_Reader):
@@ -235,21 +246,22 @@ class _AssemblingReader(_Reader):
     def read(self, start: int, count: int) -> torch.Tensor:
         itemsize = self._dtype.itemsize
         raw = torch.empty(self._box.numel * itemsize, dtype=torch.uint8)
+        view = memoryview(raw.numpy())
         for box, reader in self._parts:
             shared = self._box.intersection(box)
             assert shared is not None
             whole = None if isinstance(reader, _PlainReader) else reader.read(0, box.numel)
             for target, origin, length in runs(shared, self._box, box):
-                piece = raw[target * itemsize : (target + length) * itemsize]
+                piece = slice(target * itemsize, (target + length) * itemsize)
                 if whole is None:
-                    reader.read_into(piece, origin)  # type: ignore[attr-defined]
+                    reader.read_into(view[piece], origin)  # type: ignore[attr-defined]
                 else:
-                    piece.copy_(whole[origin : origin + length].view(torch.uint8))
+                    raw[piece].copy_(whole[origin : origin + length].view(torch.uint8))
         return raw.view(self._dtype)[start : start + count]
 
 
 def _sized(buffer: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` elements of a buffer, or a new one where it is too small."""
     if count <= buffer.numel():
-        return buffer[:count]
+        return buffer if count == buffer.numel() else buffer[:count]
     return torch.empty(count, dtype=buffer.dtype)

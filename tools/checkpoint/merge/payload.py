@@ -43,19 +43,31 @@ class OpenFiles:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[str, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
-        """An open descriptor, valid until ``limit`` other files have been asked for."""
-        if path in self._open:
-            self._open.move_to_end(path)
-            return self._open[path]
-        if len(self._open) >= self._limit:
+        """An open descriptor, valid until ``limit`` other files have been asked for.
+
+        Raises:
+            CheckpointError: the file can't be opened
+        """
+        name = str(path)
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        while len(self._open) >= self._limit:
             os.close(self._open.popitem(last=False)[1])
-        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            descriptor = os.open(name, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f'{path}: {error.strerror}') from error
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._open[path] = descriptor
+        self._open[name] = descriptor
         return descriptor
+
+    def allow(self, count: int) -> None:
+        """Let ``count`` files be open at once."""
+        self._limit = max(self._limit, count)
 
     def close(self) -> None:
         """Close all."""
@@ -72,7 +84,7 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            count = os.preadv(descriptor, [buffer[done:] if done else buffer], offset + done)
         except OSError as error:
             raise CheckpointError(f'{name}: read error: {error.strerror}') from error
         if count == 0:

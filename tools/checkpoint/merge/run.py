@@ -8,8 +8,8 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
 from ..common.progress import peak_memory, progress_bar
 from ..common.publish import Interrupted, Publication
@@ -227,7 +227,7 @@ def _figures(
     if request.byte_accounting == 'each-rank':
         written = _size_of(staging, f'__{ranks.rank}_*')
         if ranks.rank == 0:
-            written += _size_of(staging, '[!_]*') + _size_of(staging, '.metadata')
+            written += _size_of(staging, '[!_]*')
     elif request.byte_accounting == 'rank0' and ranks.rank == 0:
         written = _size_of(staging, '*')
     return _Figures(
