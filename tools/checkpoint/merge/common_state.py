@@ -117,9 +117,8 @@ def save_common_state(state: Mapping[str, Any], directory: Path) -> None:
     """Write ``common.pt``, the form that every version of core reads.
 
     Raises:
-        CheckpointError: it can't be written
+        OSError: it can't be written
     """
-    try:
-        torch.save(dict(state), directory / COMMON_FILE)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f'{directory / COMMON_FILE}: can\'t be written: {error}') from error
+    data = io.BytesIO()
+    torch.save(dict(state), data)
+    (directory / COMMON_FILE).write_bytes(data.getvalue())

@@ -163,6 +163,8 @@ def locate(descriptor: int, path: Path, piece: Slice, key: str, dtype: torch.dty
         )
         if _order(descriptor, path, piece, directory.get(root + b'byteorder')) != b'little':
             raise _NotPlain
+    except CheckpointError:
+        raise
     except (_NotPlain, KeyError, struct.error, pickle.UnpicklingError, EOFError, ValueError,
             TypeError, IndexError, AttributeError):
         return None

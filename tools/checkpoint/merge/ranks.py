@@ -49,10 +49,13 @@ class Ranks:
         Raises:
             CheckpointError: it failed somewhere; the same message on every rank
         """
-        result, error = None, None
+        result: T | None = None
+        error: BaseException | None = None
         try:
             if not root_only or self.rank == 0:
                 result = action()
+        except OSError as caught:
+            error = CheckpointError(f'{caught.filename}: {caught.strerror or caught}')
         except (Exception, Interrupted) as caught:
             error = caught
         if self.group is None:
@@ -182,5 +185,5 @@ def _own_group(rank: int, size: int) -> Iterator[Ranks]:
 
 def _describe(error: BaseException) -> str:
     text = str(error) or type(error).__name__
-    expected = isinstance(error, (CheckpointError, OSError, Interrupted))
+    expected = isinstance(error, (CheckpointError, Interrupted))
     return text if expected else f'{type(error).__name__}: {text}'

@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 
+from ..common import publish
 from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
 from ..common.progress import peak_memory, progress_bar
@@ -97,7 +98,7 @@ def _write(
         result = _fill(request, ranks, prepared, orders, staging)
         started = perf_counter()
 
-        def publish() -> MergeResult:
+        def commit() -> MergeResult:
             assert publication is not None and result is not None
             publication.commit()
             result.timings.publish = perf_counter() - started
@@ -105,7 +106,7 @@ def _write(
             return result
 
         try:
-            result = ranks.agree(publish, root_only=True)
+            result = ranks.agree(commit, root_only=True)
             return ranks.scatter([result] * ranks.size if result else None)
         except RankLost as error:
             if publication is not None and publication.committed and result is not None:
@@ -151,7 +152,9 @@ def _fill(
         )
         writer = MergeWriter(staging, orders.target, threads, stop)
         ranks.agree(lambda: _save(planner, writer, ranks))
+        publish.step('written')
         ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
+        publish.step('completed')
         written = perf_counter()
         if request.verify:
             ranks.agree(lambda: verify_share(staging, orders.share, orders.weights, bar.update))
