@@ -46,6 +46,8 @@ class _Load:
     model: list
     optimizer: object
     layout: CheckpointLayout | None = None
+    content_metadata: dict | None = None
+    release: bool = False
     layer_maps: GPTCompatLayerMaps | None = None
     load_optim: bool = False
     loaded: dict | None = field(default=None, repr=False)
@@ -100,34 +102,40 @@ def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release,
         return
     if _find_module(load.model, (GPTModel, HybridModel)) is not None:
         load.layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
+    load.release = release
+    if ckpt_type is CheckpointType.GLOBAL:
+        load.content_metadata = load_content_metadata(preloaded_state_dict=state_dict) or {}
     if _UPSTREAM_RETARGETS:
         return
     ckpt_args = state_dict.get('args') or types.SimpleNamespace()
     _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, load.model)
-    if load.layer_maps is None:
-        return
-    if ckpt_type is CheckpointType.FSDP_DTENSOR:
+    load.load_optim = load.load_optim and not release
+    if load.layer_maps is not None and ckpt_type is CheckpointType.FSDP_DTENSOR:
         raise RuntimeError(
             f'{checkpoint_name}: a GPT checkpoint in fsdp_dtensor format goes into a hybrid run '
             f'from megatron-core 0.19 on; save it as torch_dist, or upgrade.'
         )
-    load.load_optim = load.load_optim and not release
-    if load.load_optim and args.use_distributed_optimizer:
-        _refuse_bucket_space(ckpt_args, load_content_metadata(preloaded_state_dict=state_dict))
 
 
-def _refuse_bucket_space(ckpt_args, content_metadata: dict | None) -> None:
-    if content_metadata is None:
+def _refuse_optimizer_formats(load: _Load, args, ckpt_args) -> None:
+    """Only state by parameter can be translated, not state by buffer or by position."""
+    sharding_type = load.content_metadata.get('distrib_optim_sharding_type')
+    if not load.content_metadata and getattr(ckpt_args, 'use_distributed_optimizer', False):
         # Before content metadata existed the format followed from one flag.
         full = getattr(ckpt_args, 'ckpt_fully_parallel_save', False)
         sharding_type = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    else:
-        sharding_type = content_metadata.get('distrib_optim_sharding_type')
     if sharding_type not in _MODEL_SPACE_FORMATS:
         raise RuntimeError(
-            f'The GPT checkpoint holds its optimizer state as {sharding_type!r}, by the layout of '
-            f"the GPT run's buffers; a hybrid run can read {' or '.join(_MODEL_SPACE_FORMATS)}. "
-            f'Save it again with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim.'
+            f'The optimizer state of the GPT checkpoint is '
+            f'{sharding_type or "that of an optimizer which is not distributed"!r}; a hybrid run '
+            f'can read {" or ".join(_MODEL_SPACE_FORMATS)}. Save it again with '
+            f'--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or pass '
+            f'--no-load-optim.'
+        )
+    if not args.use_distributed_optimizer:
+        raise RuntimeError(
+            f'The optimizer state of the GPT checkpoint is {sharding_type!r}: pass '
+            f'--use-distributed-optimizer to load it, or --no-load-optim.'
         )
 
 
@@ -171,6 +179,8 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
         )
     has_optimizer = not getattr(ckpt_args, 'no_save_optim', False)
     load.load_optim = has_optimizer and not args.no_load_optim
+    if load.load_optim and not load.release and load.content_metadata is not None:
+        _refuse_optimizer_formats(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
     return load.layer_maps, load.load_optim
 

@@ -2,8 +2,8 @@
 
     python -m tests.unit_tests.dist_checkpointing.load_and_save_again RECORD [pretrain arguments]
 
-``RECORD/fresh`` gets the initialised model, ``RECORD/loaded`` what ``load_checkpoint`` made of model
-and optimizer, both by megatron's own ``save_checkpoint``, so that the test compares whole tensors.
+``RECORD/fresh`` gets the initialised model, ``RECORD/loaded`` what ``load_checkpoint`` made of
+model and optimizer, both by megatron's own ``save_checkpoint``: a test compares whole tensors.
 """
 
 import sys
