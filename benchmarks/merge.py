@@ -1,6 +1,6 @@
 """Weighted merge: speed against copying, memory, and scaling over ranks.
 
-    python benchmarks/merge.py [--quick] [--only PART …] [--dir /dev/shm] [--disk DIR]
+    python benchmarks/merge.py [--only PART …] [--runs N] [--dir /dev/shm] [--disk DIR]
 
 Makes its inputs under ``--dir`` (a tmpfs: 8 GB for the whole run) and prints the table. Figures are
 the best of several runs: the machine may be shared. Nothing is left behind.

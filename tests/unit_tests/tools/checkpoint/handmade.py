@@ -1,6 +1,7 @@
 """Small ``torch_dist`` checkpoints with chosen tensors and layouts, written by core's own save."""
 
 import os
+import pickle
 import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 
 def ensure_group() -> None:
@@ -78,6 +82,27 @@ def write_checkpoint(
     directory.mkdir(parents=True)
     dist_checkpointing.save({**state, **common}, str(directory))
     return directory
+
+
+def set_common_form(directory: Path, state: object, form: str | None) -> None:
+    """Give a checkpoint common state in one form, whichever the installed core writes.
+
+    Args:
+        form: ``legacy`` (``common.pt``), ``embedded`` (one DCP entry), or None for no common state
+    """
+    metadata = FileSystemReader(directory).read_metadata()
+    key, index = 'common_state/shard_0_1', MetadataIndex('common_state/shard_0_1')
+    metadata.state_dict_metadata.pop(key, None)
+    metadata.storage_data.pop(index, None)
+    (directory / 'common.pt').unlink(missing_ok=True)
+    if form == 'legacy':
+        torch.save(state, directory / 'common.pt')
+    elif form == 'embedded':
+        torch.save([state], directory / 'common.distcp')
+        size = (directory / 'common.distcp').stat().st_size
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[index] = _StorageInfo('common.distcp', 0, size)
+    (directory / '.metadata').write_bytes(pickle.dumps(metadata))
 
 
 def write_run(

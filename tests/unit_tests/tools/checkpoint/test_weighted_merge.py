@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import pickle
 import shutil
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     load_tensors,
     model_tensors,
     plain_merge,
+    set_common_form,
     tree,
     write_checkpoint,
     write_run,
@@ -389,28 +391,18 @@ def test_output_directory_names(run, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b']
 
 
-def as_legacy(path, state):
-    """Give a checkpoint its common state as ``common.pt`` in place of the embedded entry."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.state_dict_metadata.pop('common_state/shard_0_1', None)
-    rewrite(path, metadata)
-    if state is not None:
-        torch.save(state, path / 'common.pt')
-
-
-def rewrite(path, metadata):
-    import pickle
-    (path / '.metadata').write_bytes(pickle.dumps(metadata))
-
-
 def test_common_state_forms_mix_and_the_iteration_decides(run, tmp_path):
     _, paths, _ = run
     legacy = copied(paths[1], tmp_path / 'iter_0000200')
     args = argparse.Namespace(iteration=200, lr=0.5)
-    as_legacy(legacy, {'iteration': 200, 'args': args, 'who': 'legacy'})
+    set_common_form(legacy, {'iteration': 200, 'args': args, 'who': 'legacy'}, 'legacy')
     bare = copied(paths[2], tmp_path / 'bare')
-    as_legacy(bare, None)
-    inputs, weights = [bare, paths[0], legacy], [0.2, 0.3, 0.5]
+    set_common_form(bare, None, None)
+    weights = [0.2, 0.3, 0.5]
+
+    embedded = copied(paths[0], tmp_path / 'iter_0000100')
+    set_common_form(embedded, {'iteration': 100}, 'embedded')
+    inputs = [bare, embedded, legacy]
 
     def common(iteration, name):
         out = merge(inputs, weights, tmp_path / name, iteration).output_dir
@@ -430,7 +422,7 @@ def test_model_shards_only_and_a_given_common_state(run, tmp_path):
     _, paths, models = run
     bare = [copied(path, tmp_path / path.name) for path in paths[:2]]
     for path in bare:
-        as_legacy(path, None)
+        set_common_form(path, None, None)
     result = merge(bare, [0.5, 0.5], tmp_path / 'none')
     assert any('no input has common state' in text for text in result.warnings)
     state = torch.load(tmp_path / 'none/common.pt')
@@ -449,14 +441,16 @@ def test_model_shards_only_and_a_given_common_state(run, tmp_path):
 
 def test_both_forms_or_another_embedded_layout_are_refused(run, tmp_path):
     both = copied(run[1][0], tmp_path / 'both')
+    set_common_form(both, {'iteration': 100}, 'embedded')
     torch.save({'iteration': 100}, both / 'common.pt')
     with pytest.raises(CheckpointError, match='common state both in'):
         merge([both], [1], tmp_path / 'out')
     other = copied(run[1][0], tmp_path / 'other')
+    set_common_form(other, {'iteration': 100}, 'embedded')
     metadata = dcp.FileSystemReader(other).read_metadata()
     entries = metadata.state_dict_metadata
     entries['common_state/shard_0_2'] = entries.pop('common_state/shard_0_1')
-    rewrite(other, metadata)
+    (other / '.metadata').write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match='stored as common_state/shard_0_2'):
         merge([other], [1], tmp_path / 'out')
 
