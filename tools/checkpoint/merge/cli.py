@@ -144,10 +144,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     from ..common.errors import CheckpointError
     from ..common.publish import Interrupted
     from .prepare import Request
+    from .ranks import RankLost
     from .report import report_text, write_json
     from .run import run_merge
 
-    first = int(os.environ.get('RANK', '0')) == 0
+    rank = int(os.environ.get('RANK', '0'))
+    first = rank == 0
     request = Request(
         inputs=lambda: _inputs(args),
         output_dir=args.merge_output,
@@ -174,7 +176,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         if first and args.report_json:
             write_json(result, args.report_json)
     except CheckpointError as error:
-        if first:
+        if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
             print(f'weighted_merge: error: {error}', file=sys.stderr)
         return 1
     except Interrupted as stopped:
@@ -197,6 +199,8 @@ def _is_range(args: argparse.Namespace) -> bool:
 
 def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where flags don't go together."""
+    if args.report_json is not None and not args.report_json.absolute().parent.is_dir():
+        parser.error(f'--report-json {args.report_json}: no such directory')
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')

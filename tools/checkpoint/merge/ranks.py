@@ -7,7 +7,7 @@ error. Collectives run over gloo; NCCL is never initialised.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -38,7 +38,6 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    failed: bool = field(default=False, init=False)
 
     def agree(self, action: Callable[[], T], *, root_only: bool = False) -> T | None:
         """Run ``action`` and go on only if it succeeded on every rank.
@@ -69,7 +68,6 @@ class Ranks:
         failed = {rank: text for rank, text in enumerate(messages) if text is not None}
         if not failed:
             return
-        self.failed = True
         if isinstance(own, Interrupted):
             raise own
         texts = list(dict.fromkeys(failed.values()))
@@ -112,7 +110,6 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            self.failed = True
             raise RankLost(
                 f'another rank of {self.size} stopped or can\'t be reached; nothing was published'
             ) from error

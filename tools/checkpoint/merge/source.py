@@ -154,11 +154,6 @@ def read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def is_model_key(key: str) -> bool:
-    """Whether a key lies under one of the model roots."""
-    return _MODEL.match(key) is not None
-
-
 def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:
     if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
         raise CheckpointError(

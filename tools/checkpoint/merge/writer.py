@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -279,8 +279,3 @@ def _metadata(plan: MergePlan) -> Metadata:
     if plan.reshaped:
         metadata.mcore_data = plan.reshaped  # type: ignore[attr-defined]
     return metadata
-
-
-def thread_buffers(jobs: Sequence[ChunkJob], threads: int) -> int:
-    """Bytes that ``threads`` writer threads take for their output chunks."""
-    return threads * max((job.nbytes for job in jobs), default=0)
