@@ -170,7 +170,8 @@ def load_torch(
     name = name or str(source)
     path = str(source) if isinstance(source, Path) else source
     try:
-        with torch.serialization.safe_globals(_NUMPY):
+        # Leaving the block takes away what it added; what core has registered must stay.
+        with torch.serialization.safe_globals(_not_registered(_NUMPY)):
             return torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
     except FileNotFoundError as error:
         raise CheckpointError(f'{name}: no such file') from error
@@ -187,6 +188,11 @@ def load_torch(
         raise CheckpointError(
             f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
         ) from error
+
+
+def _not_registered(entries: list[Any]) -> list[Any]:
+    registered = torch.serialization.get_safe_globals()
+    return [entry for entry in entries if entry not in registered]
 
 
 _REFUSALS = (

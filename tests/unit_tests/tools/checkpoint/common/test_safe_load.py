@@ -192,3 +192,11 @@ def test_mapped_tensors_and_missing_files(tmp_path):
     assert torch.equal(load_torch(tmp_path / 'a.pt', mmap=True)['a'], torch.arange(100))
     with pytest.raises(CheckpointError, match='no such file'):
         load_torch(tmp_path / 'b.pt')
+
+
+def test_loading_leaves_the_globals_that_core_registered(tmp_path):
+    before = set(map(str, torch.serialization.get_safe_globals()))
+    torch.save({'a': 1}, tmp_path / 'a.pt')
+    load_torch(tmp_path / 'a.pt')
+    assert set(map(str, torch.serialization.get_safe_globals())) == before
+    assert any('UInt32DType' in entry for entry in before)
