@@ -238,15 +238,15 @@ def memory(parent: Path, runs: int, rows: list[str]) -> None:
     shapes = SIZES['0.4 GB']
     chunk = max(2 * _numel(sizes) for shape in shapes.values() for _, sizes in _layer_chunks(shape))
     script = (
-        'import resource, sys\n'
+        'import sys\n'
         f'sys.path.insert(0, {str(REPOSITORY)!r})\n'
         'import tools.checkpoint.merge.run, torch\n'
         'from tools.checkpoint.weighted_merge import (\n'
         '    merge_same_layout_dcp_metadata_checkpoints as merge)\n'
-        'peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
-        'before = peak()\n'
+        'from tools.checkpoint.common.progress import peak_memory\n'
+        'before = peak_memory()\n'
         'merge(sys.argv[2:], [0.1] * len(sys.argv[2:]), sys.argv[1], threads=2)\n'
-        'print((peak() - before) * 1024)\n'
+        'print(peak_memory() - before)\n'
     )
     for count in (2, 8):
         with checkpoints(parent, shapes, count) as (root, paths):

@@ -88,7 +88,9 @@ def merge_same_layout_dcp_metadata_checkpoints(
             keep_fp32=keep_fp32,
             balance_rank_work=balance_rank_work,
             extra_state_source_index=extra_state_source_index,
-            common_state_checkpoint=common_state_checkpoint and Path(common_state_checkpoint),
+            common_state_checkpoint=(
+                None if common_state_checkpoint is None else Path(common_state_checkpoint)
+            ),
             byte_accounting=byte_accounting,
             model_only=model_only,
             allow_reshard=allow_reshard,

@@ -18,7 +18,7 @@ from .geometry import Box, runs
 from .payload import OpenFiles, load_chunk, locate, read_exactly
 from .plan import ChunkJob, StoredChunk
 
-BLOCK_ELEMENTS = 1 << 17  # buffers of one block stay in a core's second-level cache
+BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
 _OPEN_FILES = 64
 

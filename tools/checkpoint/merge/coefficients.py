@@ -21,7 +21,7 @@ def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, 
     for key, value in found.items():
         try:
             iteration = int(str(key))
-            if isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError
             weight = float(value)
         except (TypeError, ValueError) as error:

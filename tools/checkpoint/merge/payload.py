@@ -13,6 +13,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -261,7 +262,7 @@ def _order(descriptor: int, path: Path, piece: Slice, entry: tuple[int, int] | N
 class _StoredTensor:
     """The arguments that a tensor would be rebuilt from."""
 
-    def __init__(self, storage: tuple[object, ...], offset: int, size: Sequence[int],
+    def __init__(self, storage: tuple[Any, ...], offset: int, size: Sequence[int],
                  stride: Sequence[int], *_: object) -> None:
         _, self.dtype, self.storage, _, _ = storage
         self.offset = offset
@@ -282,7 +283,7 @@ class _StoredTensor:
 class _TensorUnpickler(pickle.Unpickler):
     """Reads the pickle of one tensor without building it."""
 
-    def persistent_load(self, pid: tuple[object, ...]) -> tuple[object, ...]:
+    def persistent_load(self, pid: Any) -> Any:
         """The storage: kind, dtype, record name, device, elements."""
         return pid
 

@@ -85,7 +85,7 @@ def plan_text(result: MergeResult) -> str:
         f'entries copied, {format_bytes(result.bytes_written)}',
         f'  {format_bytes(sum(result.rank_bytes))} to read by {result.world_size} rank'
         f'{"s" if result.world_size > 1 else ""}: '
-        + ', '.join(format_bytes(size) for size in _some(result.rank_bytes)),
+        + ', '.join(_some([format_bytes(size) for size in result.rank_bytes])),
     ]
     if result.left_out:
         lines.append(f'  {result.left_out} entries of training state left unread')
@@ -108,7 +108,7 @@ def report_text(result: MergeResult) -> str:
         f'wrote {format_bytes(result.bytes_written)} at '
         f'{format_rate(result.bytes_written, times.total)}',
         'peak host memory by rank: '
-        + ', '.join(format_bytes(size) for size in _some(result.peak_memory)),
+        + ', '.join(_some([format_bytes(size) for size in result.peak_memory])),
     ]
     lines += [
         f'not finite: {count} values of {name}'
@@ -130,5 +130,5 @@ def write_json(result: MergeResult, file: Path) -> None:
         raise CheckpointError(f'{file}: can\'t be written: {error.strerror}') from error
 
 
-def _some[T](values: Sequence[T]) -> list[T | str]:
+def _some(values: Sequence[str]) -> list[str]:
     return [*values[:16], f'… ({len(values)} in all)'] if len(values) > 16 else list(values)

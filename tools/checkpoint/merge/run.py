@@ -118,7 +118,7 @@ def _write(
 
 def _publication(prepared: Prepared | None) -> Publication:
     assert prepared is not None
-    trackers = {}
+    trackers: dict[str | Path, str] = {}
     if prepared.output_iteration is not None:
         trackers[prepared.target.parent] = str(prepared.output_iteration)
     return Publication([prepared.target], trackers)

@@ -82,11 +82,9 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
     stored = 0
     for key, tensor in plan.tensors.items():
         entry = entries[key]
-        boxes = {
-            Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks
-        } if isinstance(entry, TensorStorageMetadata) else set()
         if (
-            boxes != set(tensor.boxes)
+            not isinstance(entry, TensorStorageMetadata)
+            or {Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} != set(tensor.boxes)
             or tuple(entry.size) != tensor.shape
             or entry.properties.dtype != tensor.dtype
         ):
