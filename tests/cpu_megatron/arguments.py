@@ -54,6 +54,9 @@ def with_defaults(kind: str, given: list[str]) -> list[str]:
     """The given megatron arguments, and the tiny run's for every option that isn't among them."""
     names = {argument.split('=', 1)[0] for argument in given}
     defaults = GPT_DEFAULTS if kind == 'gpt' else HYBRID_DEFAULTS
+    if '--num-experts' in names:
+        # with a bias, core's SequentialMLP changes a view in place when TP and EP are 1
+        defaults = defaults | {'--disable-bias-linear': None}
     added = []
     for name, value in defaults.items():
         if name not in names:

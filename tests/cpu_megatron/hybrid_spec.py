@@ -78,6 +78,7 @@ _moe = ModuleSpec(
         pre_mlp_layernorm=WrappedTorchNorm,
         mlp=get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False),
         mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_'},
     ),
 )
 

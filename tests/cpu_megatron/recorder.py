@@ -1,20 +1,30 @@
 """What a run computed, bit for bit: losses and gradient norms, and all its state at the end."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-_log = None
 
+@dataclass
+class Record:
+    """One run on one rank.
 
-def _line(iteration: int, losses: dict, grad_norm: float | None) -> str:
-    record = {'iteration': iteration}
-    for name, value in losses.items():
-        record[name] = float(value).hex()
-    record['grad norm'] = None if grad_norm is None else float(grad_norm).hex()
-    return json.dumps(record) + '\n'
+    Attributes:
+        steps: for each iteration its number, ``grad norm``, and on the last pipeline stage
+            ``lm loss``.
+        model: parameters and buffers after the last iteration.
+        optimizer: every tensor and number of the inner optimizers after the last iteration.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
@@ -61,33 +71,45 @@ def model_state(model) -> dict[str, torch.Tensor]:
     }
 
 
-def install(training, log: str | None, dump: str | None) -> None:
-    """Record every ``train_step`` of ``megatron.training.training``, and the end of its loop."""
-    global _log
+@contextmanager
+def recording(training, log: str | Path | None = None) -> Iterator[Record]:
+    """Record the runs of ``megatron.training.training`` (the module given) inside the block.
+
+    Args:
+        training: the module.
+        log: file that gets one JSON line an iteration, from the first data- and tensor-parallel
+            rank of the last pipeline stage.
+    """
+    record = Record()
     train_step, train = training.train_step, training.train
 
-    def recorded_step(forward_step_func, data_iterator, model, *args, **kwargs):
-        global _log
-        result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+    def recorded_step(*args, **kwargs):
+        result = train_step(*args, **kwargs)
         losses, grad_norm = result[0], result[5]
-        if log and losses and _log is None and _writes_log():
-            _log = open(log, 'w')  # noqa: SIM115
-        if _log is not None:
-            _log.write(_line(training.get_args().curr_iteration + 1, losses, grad_norm))
-            _log.flush()
+        step = {'iteration': training.get_args().curr_iteration + 1}
+        step |= {name: float(value) for name, value in losses.items()}
+        record.steps.append(step | {'grad norm': None if grad_norm is None else float(grad_norm)})
+        if log and losses and _writes_log():
+            Path(log).write_text(''.join(_line(step) for step in record.steps))
         return result
 
     def recorded_train(forward_step_func, model, optimizer, *args, **kwargs):
         try:
             return train(forward_step_func, model, optimizer, *args, **kwargs)
         finally:
-            if dump:
-                path = f'{dump}.{torch.distributed.get_rank()}'
-                torch.save(
-                    {'model': model_state(model), 'optimizer': optimizer_state(optimizer)}, path
-                )
+            record.model, record.optimizer = model_state(model), optimizer_state(optimizer)
 
-    training.train_step, training.train = recorded_step, recorded_train
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(training, 'train_step', recorded_step))
+        stack.enter_context(mock.patch.object(training, 'train', recorded_train))
+        yield record
+
+
+def _line(step: dict[str, Any]) -> str:
+    exact = {
+        name: value.hex() if isinstance(value, float) else value for name, value in step.items()
+    }
+    return json.dumps(exact) + '\n'
 
 
 def _writes_log() -> bool:
@@ -97,11 +119,3 @@ def _writes_log() -> bool:
         parallel_state.get_data_parallel_rank() == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
     )
-
-
-def close() -> None:
-    """Close the log."""
-    global _log
-    if _log is not None:
-        _log.close()
-        _log = None

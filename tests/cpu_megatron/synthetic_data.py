@@ -28,6 +28,20 @@ class SyntheticTokens(torch.utils.data.Dataset):
         }
 
 
+def datasets_from_args(num_samples, vp_stage=None) -> list[SyntheticTokens | None]:
+    """The training, validation and test datasets that ``pretrain`` asks for."""
+    from megatron.training import get_args
+
+    args = get_args()
+    return [
+        SyntheticTokens(length, args.seq_length, args.vocab_size) if length else None
+        for length in num_samples
+    ]
+
+
+datasets_from_args.is_distributed = True  # every rank builds them
+
+
 def causal_mask(seq_length: int) -> Tensor:
     """[1, 1, s, s], True where a position must not look."""
     return torch.ones(seq_length, seq_length, dtype=torch.bool).triu(1)[None, None]

@@ -59,7 +59,7 @@ def read_tracker(root: str | Path) -> int | Literal['release']:
     except OSError as error:
         raise CheckpointError(f'{tracker}: can\'t be read: {error.strerror}') from error
     if text == RELEASE:
-        return RELEASE
+        return 'release'
     if _ITERATION.fullmatch(text):
         return int(text)
     found = repr(text if len(text) <= 40 else text[:40] + '…') if text else 'nothing'

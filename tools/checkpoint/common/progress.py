@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -70,5 +71,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
+    """Largest resident size of this process so far, in bytes.
+
+    From ``VmHWM`` where there is one: ``ru_maxrss`` starts with that of the parent process.
+    """
+    try:
+        for line in Path('/proc/self/status').read_text().splitlines():
+            if line.startswith('VmHWM:'):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

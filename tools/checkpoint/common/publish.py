@@ -4,12 +4,13 @@ The protocol, each step durable before the next:
 
 1. ``staged``     a hidden directory ``.<name>.tmp-<host>-<pid>-<token>`` beside each target, locked
                   by this process; everything is written there;
-2. ``synced``     every file and directory in it is flushed to the disk;
+2. ``synced``     every file and directory in it is flushed to the disk, and so is each tracker's
+                  new content, in a temporary file of its own beside it;
 3. ``renamed``    each is renamed to its target. With several targets each carries the marker
                   ``.unpublished`` until all are renamed, so that a target whose siblings are
                   missing is known for what it is;
 4. ``unmarked``   the markers are gone, the parents flushed: this is the commit;
-5. ``tracked``    each tracker is replaced through a temporary file of its own.
+5. ``tracked``    each tracker is replaced by its temporary file.
 
 An error or signal before the commit removes what was staged and renamed. What a killed run leaves
 is hidden, has a name of its own, and is removed by the next run that publishes the same target.
@@ -23,6 +24,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -81,6 +83,8 @@ class Publication:
         self.trackers = {Path(root).absolute(): text for root, text in (trackers or {}).items()}
         self.staging: dict[Path, Path] = {}
         self.committed = False
+        self._token = f'{os.getpid()}-{uuid.uuid4().hex[:8]}'
+        self._new_trackers: dict[Path, Path] = {}
         self._locks: list[int] = []
         self._renamed: list[Path] = []
         self._made_parents: list[Path] = []
@@ -96,9 +100,8 @@ class Publication:
             refuse_existing(target)
         self._signals.install()
         try:
-            token = uuid.uuid4().hex[:8]
             for target in self.targets:
-                self._stage(target, token)
+                self._stage(target)
             step('staged')
         except BaseException:
             self._undo()
@@ -106,13 +109,13 @@ class Publication:
             raise
         return self
 
-    def _stage(self, target: Path, token: str) -> None:
+    def _stage(self, target: Path) -> None:
         try:
             for parent in reversed([p for p in target.parents if not p.exists()]):
                 parent.mkdir(exist_ok=True)
                 self._made_parents.append(parent)
             remove_leftovers(target)
-            staging = target.parent / f'{_staging_prefix(target)}{os.getpid()}-{token}'
+            staging = _staging_path(target, self._token)
             staging.mkdir()  # mode and group follow the umask and the parent
             self.staging[target] = staging
             self._locks.append(_lock(staging))
@@ -132,6 +135,8 @@ class Publication:
         try:
             for staging in self.staging.values():
                 fsync_tree(staging)
+            for root, text in self.trackers.items():
+                self._stage_tracker(root, text)
             step('synced')
             self._signals.hold()  # from here on finishing takes less time than undoing
             for target, staging in self.staging.items():
@@ -150,9 +155,20 @@ class Publication:
                 f'{error.filename2 or error.filename or self.targets[0]}: can\'t be published: '
                 f'{error.strerror or error}'
             ) from error
-        for root, text in self.trackers.items():
-            write_tracker(root, text)
+        for root, temporary in self._new_trackers.items():
+            step('tracker staged')
+            _replace_tracker(root, temporary, self.trackers[root])
         step('tracked')
+
+    def _stage_tracker(self, root: Path, text: str) -> None:
+        remove_leftovers(root / TRACKER_NAME)
+        temporary = _staging_path(root / TRACKER_NAME, self._token)
+        with open(temporary, 'x') as file:  # mode follows the umask
+            self._new_trackers[root] = temporary
+            self._locks.append(_lock(temporary))
+            file.write(text)
+            file.flush()
+            fsync(file.fileno())
 
     def __exit__(self, *exc_info: object) -> None:
         try:
@@ -166,6 +182,8 @@ class Publication:
 
     def _undo(self) -> None:
         self._signals.hold()
+        for path in self._new_trackers.values():
+            path.unlink(missing_ok=True)
         for path in [*self._renamed, *self.staging.values()]:
             remove_tree(path)
         for parent in reversed(self._made_parents):
@@ -245,42 +263,34 @@ def recover(targets: Sequence[Path]) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove staging directories for ``target`` whose processes on this host are gone."""
+    """Remove what was staged for ``target`` by processes of this host that are gone."""
     for path in target.parent.glob(glob.escape(_staging_prefix(target)) + '*'):
-        if _unlocked(path):
+        if not _unlocked(path):
+            continue
+        if path.is_dir():
             remove_tree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:
     """Remove a directory, also while a writer thread that is being stopped still adds files."""
-    for _ in range(3):
+    for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():
             return
+        time.sleep(0.05)
 
 
-def write_tracker(root: Path, text: str) -> None:
-    """Replace ``latest_checkpointed_iteration.txt`` in ``root`` in one step.
-
-    Raises:
-        CheckpointError: it can't be written; the published output is complete nevertheless
-    """
+def _replace_tracker(root: Path, temporary: Path, text: str) -> None:
     tracker = root / TRACKER_NAME
-    temporary = root / f'.{TRACKER_NAME}.{uuid.uuid4().hex[:8]}'
     try:
-        try:
-            with open(temporary, 'x') as file:
-                file.write(text)
-                file.flush()
-                fsync(file.fileno())
-            step('tracker staged')
-            os.replace(temporary, tracker)
-        finally:
-            temporary.unlink(missing_ok=True)
+        os.replace(temporary, tracker)
         fsync_directory(root)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f'{tracker}: can\'t be written: {error.strerror}; the output itself is complete: '
+            f'{tracker}: can\'t be replaced: {error.strerror}; the output itself is complete: '
             f'write {text} into this file to have it loaded'
         ) from error
 
@@ -331,8 +341,12 @@ def _staging_prefix(target: Path) -> str:
     return f'.{target.name}.tmp-{socket.gethostname()}-'
 
 
-def _lock(directory: Path) -> int:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _staging_path(target: Path, token: str) -> Path:
+    return target.parent / (_staging_prefix(target) + token)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # no locks here (some network file systems): leftovers stay, hidden
@@ -340,10 +354,10 @@ def _lock(directory: Path) -> int:
     return descriptor
 
 
-def _unlocked(directory: Path) -> bool:
-    """Whether the process that staged ``directory`` is known to be gone."""
+def _unlocked(path: Path) -> bool:
+    """Whether the process that staged ``path`` is known to be gone."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -29,7 +29,10 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
         '_MEM_FORMAT_ENCODING', 'BytesStorageMetadata', 'ChunkStorageMetadata', 'Metadata',
         'MetadataIndex', 'StorageMeta', 'TensorProperties', 'TensorStorageMetadata',
     },
-    f'{_DCP}.filesystem': {'_StorageInfo'},
+    f'{_DCP}.filesystem': {'_StorageInfo', '_StoragePrefix'},
+    f'{_DCP}.planner': {  # core keeps the ranks' plans in the metadata
+        'BytesIOWriteData', 'SavePlan', 'TensorWriteData', 'WriteItem', 'WriteItemType',
+    },
     _CORE: {'MCoreMetadata', 'MCoreSavePlan'},  # written by core 0.14 and 0.15
     'torch': {'Size'},
     'torch.serialization': {'_get_layout'},

@@ -1,0 +1,139 @@
+"""What a distributed checkpoint is, read from its keys: GPT or hybrid, and how layers are stored.
+
+Arguments saved with a checkpoint say what a run was told; the keys say what the model was. Key
+forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``, and GPTModel's
+``final_layernorm`` against HybridModel's ``final_norm``.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+# The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
+_MODEL_PREFIX_RE = re.compile(r'^(?:(?:model\d*|module)\.)*')
+_LAYER_RE = re.compile(r'decoder\.layers\.(?:(\d+)\.)?(.+)')
+_OBJECT_SHARD_RE = re.compile(r'/shard_[\d.]+_[\d.]+$')
+_OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.')
+_MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
+
+DENSE, MOE = 'dense', 'moe'
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """The model behind a checkpoint, as its keys tell.
+
+    Attributes:
+        keys: entries' keys, without the shard suffix that DCP keys of objects have.
+        family: ``'gpt'``, ``'hybrid'``, or ``'other'`` where the keys show neither.
+        evidence: a key that showed the family; empty for ``'other'``.
+        indexed: the layer stands in the key, not as the leading axis.
+        num_layers: decoder layers; for a hybrid model, its sub-block layers.
+        mlp_kinds: ``'dense'`` or ``'moe'`` by layer; layers without an MLP are absent.
+        latent_attention: the attention is multi-latent (MLA).
+        mtp_depths: multi-token prediction layers stored under ``mtp.layers.<i>``.
+        has_optimizer: some entry is optimizer state.
+    """
+
+    keys: frozenset[str] = field(repr=False)
+    family: str
+    evidence: str
+    indexed: bool
+    num_layers: int
+    mlp_kinds: dict[int, str]
+    latent_attention: bool
+    mtp_depths: int
+    has_optimizer: bool
+
+
+def read_checkpoint_layout(checkpoint_dir: str) -> CheckpointLayout:
+    """Layout of the ``torch_dist`` or ``fsdp_dtensor`` checkpoint in ``checkpoint_dir``.
+
+    Reads the DCP metadata only.
+
+    Raises:
+        CheckpointingException: there is no readable metadata.
+    """
+    try:
+        metadata = FileSystemReader(checkpoint_dir).read_metadata()
+    except Exception as error:
+        raise CheckpointingException(
+            f'{checkpoint_dir}/.metadata: can not be read ({type(error).__name__}: {error}); '
+            f'expected the metadata of a distributed checkpoint.'
+        ) from error
+    return layout_from_metadata(metadata)
+
+
+def layout_from_metadata(metadata: Metadata) -> CheckpointLayout:
+    """Layout of the checkpoint that ``metadata`` describes."""
+    return _layout(
+        {
+            _OBJECT_SHARD_RE.sub('', key): tuple(getattr(entry, 'size', ()))
+            for key, entry in metadata.state_dict_metadata.items()
+        }
+    )
+
+
+def _layout(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
+    names = {_MODEL_PREFIX_RE.sub('', key): key for key in sizes}
+    layers = [
+        (match.group(1), match.group(2), key)
+        for name, key in names.items()
+        if (match := _LAYER_RE.fullmatch(name))
+    ]
+    indexed = any(index is not None for index, _, _ in layers)
+    if indexed:
+        num_layers = 1 + max(int(index) for index, _, _ in layers if index is not None)
+    else:
+        num_layers = next((sizes[key][0] for _, _, key in layers if sizes[key]), 0)
+    family, evidence = _family(names, layers, indexed)
+    mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
+    return CheckpointLayout(
+        keys=frozenset(sizes),
+        family=family,
+        evidence=evidence,
+        indexed=indexed,
+        num_layers=num_layers,
+        mlp_kinds=_mlp_kinds(layers, num_layers),
+        latent_attention=any(
+            part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
+        ),
+        mtp_depths=1 + max(mtp, default=-1),
+        has_optimizer=any(_OPTIMIZER_KEY_RE.match(key) for key in sizes),
+    )
+
+
+def _family(names: dict[str, str], layers: list, indexed: bool) -> tuple[str, str]:
+    for name, key in names.items():
+        if name.startswith('decoder.final_norm.'):
+            return 'hybrid', key
+        if name.startswith('decoder.final_layernorm.'):
+            return 'gpt', key
+    for _, part, key in layers:
+        if part.startswith('mixer.'):
+            return 'hybrid', key
+        if not indexed:
+            # Only TransformerBlock stacks its layers along an axis.
+            return 'gpt', key
+    blocks: dict[str, dict[str, str]] = {}
+    for index, part, key in layers:
+        blocks.setdefault(index, {})[part.partition('.')[0]] = key
+    for parts in blocks.values():
+        if {'self_attention', 'mlp'} <= parts.keys():
+            return 'gpt', parts['mlp']
+    return 'other', ''
+
+
+def _mlp_kinds(layers: list, num_layers: int) -> dict[int, str]:
+    kinds: dict[int, str] = {}
+    for index, part, _ in layers:
+        if not part.startswith('mlp.'):
+            continue
+        is_moe = part.startswith(('mlp.router.', 'mlp.experts.'))
+        for layer in range(num_layers) if index is None else [int(index)]:
+            # A MoE layer's norm can stand under `mlp.linear_fc1.`, as a dense layer's does.
+            kinds[layer] = MOE if is_moe else kinds.get(layer, DENSE)
+    return kinds

@@ -1,0 +1,58 @@
+"""Amends upstream's reading of the common state: no optimizer state per parameter comes from it.
+
+Forks of megatron have written checkpoints in the ``dp_reshardable`` format whose common state holds
+a part of the optimizer's ``param_state``: each parameter's ``step``, which isn't sharded. It can't
+be used: it repeats what the parameter groups say, and its lists have rank 0's lengths.
+"""
+
+import logging
+from typing import Any
+
+import megatron_overlay
+
+upstream = megatron_overlay.upstream(__name__)
+
+logger = logging.getLogger(__name__)
+
+
+def load_common(checkpoint_dir: str) -> dict[str, Any]:
+    """Upstream's, without leaked optimizer state."""
+    return drop_leaked_param_state(upstream.load_common(checkpoint_dir))
+
+
+def load_common_state_dict(checkpoint_dir) -> dict[str, Any]:
+    """Upstream's, without leaked optimizer state."""
+    return drop_leaked_param_state(upstream.load_common_state_dict(checkpoint_dir))
+
+
+def drop_leaked_param_state(common_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Remove ``param_state`` from the optimizers' common state where the format shards all of it.
+
+    Args:
+        common_state_dict: as stored; changed in place.
+
+    Returns:
+        ``common_state_dict``.
+    """
+    for state in leaked_param_states(common_state_dict):
+        del state['param_state']
+        logger.info('ignoring optimizer state per parameter in the common state')
+    return common_state_dict
+
+
+def leaked_param_states(common_state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """The optimizers' dicts in the common state that hold a ``param_state`` they shouldn't."""
+    found, todo = (
+        [],
+        [value for key, value in common_state_dict.items() if str(key).startswith('optimizer')],
+    )
+    while todo:
+        state = todo.pop()
+        if not isinstance(state, dict):
+            continue
+        if state.get('param_state_sharding_type') == 'dp_reshardable':
+            if 'param_state' in state:
+                found.append(state)
+        else:
+            todo.extend(state.values())
+    return found

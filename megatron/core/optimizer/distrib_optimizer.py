@@ -1,0 +1,216 @@
+"""Amends upstream's ``DistributedOptimizer``, so that what is loaded is what the next step uses."""
+
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+import megatron_overlay
+
+upstream = megatron_overlay.upstream(__name__)
+
+
+_TorchAdam = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class DistributedOptimizer(upstream.DistributedOptimizer):
+    """Upstream's, with every part of the loaded state where the next step looks for it.
+
+    ``step`` comes from the parameter groups and from nowhere else. Moments and main parameters are
+    copied into the tensors that the optimizer has.
+
+    A loading template is what :func:`dist_checkpointing.load` fills from a checkpoint. Entries
+    that the checkpoint has no source for (the fresh layers of a hybrid model) come back from it as
+    they went in, and are then copied over the optimizer's state. So they have to go in as they are.
+    """
+
+    def sharded_state_dict(self, model_sharded_state_dict=None, is_loading=False, *args, **kwargs):
+        """Upstream's; an optimizer that hasn't stepped yet can also be asked for its template."""
+        if is_loading:
+            self._initialize_state()
+        return super().sharded_state_dict(
+            {} if model_sharded_state_dict is None else model_sharded_state_dict,
+            is_loading,
+            *args,
+            **kwargs,
+        )
+
+    def _initialize_state(self) -> None:
+        # What the first step allocates. Upstream would leave the moments uninitialised.
+        if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state:
+            return
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            self.optimizer.dummy_step()
+        if self.init_state_fn is None or self.config.use_precision_aware_optimizer:
+            return
+        self.init_state_fn(self.optimizer, self.config)
+        if isinstance(self.optimizer, _TorchAdam):
+            for state in self.optimizer.state.values():
+                state['step'] = torch.tensor(0.0)
+
+    def state_dict(self):
+        """Upstream's; also of an optimizer that hasn't stepped, and of one all on the GPU."""
+        if isinstance(self.optimizer, (*_TorchAdam, HybridDeviceOptimizer)):
+            self._initialize_state()
+        state_dict = super().state_dict()
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            for group in state_dict['optimizer']['param_groups']:
+                if 'step' not in group and self.optimizer.steps_taken is not None:
+                    group['step'] = self.optimizer.steps_taken
+                for setting in self.optimizer.own_settings:
+                    group.pop(setting, None)
+        return state_dict
+
+    def load_state_dict(self, state_dict):
+        """Upstream's; afterwards each parameter counts its steps in a tensor of its own."""
+        super().load_state_dict(state_dict)
+        if isinstance(self.optimizer, _TorchAdam):
+            for state in self.optimizer.state.values():
+                state['step'] = state['step'].clone()
+            for group in self.optimizer.param_groups:
+                group.pop('step', None)
+
+    def sharded_param_state_fully_reshardable(
+        self, model_sharded_state_dict, is_loading=False, metadata=None
+    ):
+        """Upstream's; a template holds this rank's shards of the live state instead of zeros."""
+        with self._world_tensors_as_buffers_are():
+            param_state = super().sharded_param_state_fully_reshardable(
+                model_sharded_state_dict, is_loading, metadata
+            )
+        if is_loading:
+            for index, model_param, param_range in self._params_in_model_space_order():
+                live = self._get_main_param_and_optimizer_states(model_param)
+                for key, entry in param_state[index].items():
+                    shard = entry.data.view(-1)[param_range.start : param_range.end]
+                    shard.copy_(live[key].detach())
+        return param_state
+
+    @contextmanager
+    def _world_tensors_as_buffers_are(self):
+        self._keep_bucket_padding = True
+        try:
+            yield
+        finally:
+            del self._keep_bucket_padding
+
+    def get_parameter_state_dp_zero(self, *args, **kwargs):
+        """Upstream's; for the fully reshardable format, buckets stand at their buffer offsets.
+
+        Upstream drops the padding between buckets from these tensors, and then cuts them at
+        offsets that count it: from the second bucket on, parameters would get their neighbours'
+        values as soon as a bucket doesn't end on a multiple of the padding.
+        """
+        state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        if state is not None and getattr(self, '_keep_bucket_padding', False):
+            for index, buffer in enumerate(self.buffers):
+                for world_tensors in state[index].values():
+                    _insert_bucket_padding(world_tensors, buffer.buckets)
+        return state
+
+    def _params_in_model_space_order(self):
+        """Index in the fully reshardable state, parameter, and this rank's range in it."""
+        index = -1
+        for buffer, ranges_by_dtype in zip(self.buffers, self.gbuf_ranges, strict=True):
+            for bucket_ranges in ranges_by_dtype.values():
+                local = {
+                    param: ranges['param']
+                    for bucket in bucket_ranges
+                    for param, ranges in bucket['param_map'].items()
+                }
+                for param in buffer.param_index_map:
+                    index += 1
+                    if param in local:
+                        yield index, param, local[param]
+
+    def sharded_param_state_dp_reshardable(
+        self, model_sharded_state_dict, is_loading=False, metadata=None
+    ):
+        """Upstream's; a template doesn't ask for ``step``."""
+        param_state = super().sharded_param_state_dp_reshardable(
+            model_sharded_state_dict, is_loading, metadata
+        )
+        if is_loading:
+            for tensors in self._bucket_entries(param_state):
+                tensors.pop('step', None)
+        return param_state
+
+    def load_parameter_state_from_dp_reshardable(self, state_dict):
+        """Upstream's; entries that don't say whether they are padding are parameters."""
+        for tensors in self._bucket_entries(state_dict):
+            tensors.setdefault('padding', False)
+        super().load_parameter_state_from_dp_reshardable(state_dict)
+        self._hand_state_to_sub_optimizers()
+
+    def load_parameter_state_from_dp_zero(self, *args, **kwargs):
+        """Upstream's; sub-optimizers get the state as well."""
+        super().load_parameter_state_from_dp_zero(*args, **kwargs)
+        self._hand_state_to_sub_optimizers()
+
+    def _hand_state_to_sub_optimizers(self) -> None:
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            self.optimizer._sync_hdo_state_to_sub_optimizers()
+
+    def _bucket_entries(self, param_state):
+        """Each parameter's and each padding's dict in a dp_reshardable state."""
+        for index in range(len(self.buffers)):
+            for buckets in param_state[index].values():
+                for bucket in buckets:
+                    yield from bucket
+
+    def _get_main_param_and_optimizer_states(self, model_param):
+        """Upstream's; the main parameter is there once, as ``param``."""
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        tensors.pop('master_param', None)
+        return tensors
+
+    @torch.no_grad()
+    def _set_main_param_and_optimizer_states(self, model_param, tensors):
+        """Upstream's, but for ``step``, which ``load_state_dict`` restores from the groups.
+
+        With a hybrid device optimizer values are copied into its tensors instead of replacing
+        them: those are what its sub-optimizers hold, and nothing of the loaded state stays behind.
+        """
+        tensors = {**tensors, 'step': None}
+        if isinstance(self.optimizer, HybridDeviceOptimizer):
+            live = self._get_main_param_and_optimizer_states(model_param)
+            for key, value in live.items():
+                if isinstance(tensors.get(key), torch.Tensor):
+                    tensors[key] = value.copy_(tensors[key])
+            tensors['master_param'] = None
+            self._set_inner_param(model_param, live['param'])
+        super()._set_main_param_and_optimizer_states(model_param, tensors)
+
+    @torch.no_grad()
+    def _copy_model_params_to_main_params(self, *args, **kwargs):
+        """Upstream's, also for main parameters that a hybrid device optimizer steps."""
+        offloading = isinstance(self.optimizer, HybridDeviceOptimizer)
+        if offloading and not self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            for model_param, (group, order) in self.model_param_group_index_map.items():
+                shard = self._get_model_param_range_map(model_param)['param']
+                main_param = self.optimizer.param_groups[group]['params'][order]
+                main_param.copy_(model_param.view(-1)[shard.start : shard.end])
+        super()._copy_model_params_to_main_params(*args, **kwargs)
+
+    def _set_inner_param(self, model_param, main_param: torch.Tensor) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        param = self.optimizer.param_groups[group]['params'][order]
+        inner_param = self.optimizer.param_to_inner_param[param]
+        if inner_param is not main_param:
+            inner_param.copy_(main_param)
+
+
+def _insert_bucket_padding(world_tensors: dict, buckets: list) -> None:
+    """Move each bucket's elements from where they stand without padding to the bucket's offset."""
+    sizes = [bucket.numel_unpadded for bucket in buckets]
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    if all(bucket.offset == start for bucket, start in zip(buckets, starts, strict=True)):
+        return
+    for key, packed in world_tensors.items():
+        if not isinstance(packed, torch.Tensor):
+            continue
+        spread = packed.new_zeros(buckets[-1].offset + sizes[-1])
+        for bucket, start, size in zip(buckets, starts, sizes, strict=True):
+            spread[bucket.offset : bucket.offset + size] = packed[start : start + size]
+        world_tensors[key] = spread

@@ -1,0 +1,69 @@
+"""Amends upstream's ``ChainedOptimizer`` for checkpoints with another number of optimizers."""
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import megatron_overlay
+
+upstream = megatron_overlay.upstream(__name__)
+
+# A run with expert parallelism has an optimizer of its own for the experts; one without has not.
+_SPLIT_BY = 'is_expert_parallel'
+
+
+class ChainedOptimizer(upstream.ChainedOptimizer):
+    """Upstream's, loading model-space state that another expert parallel size was saved from.
+
+    The state of parameters follows the run's own structure already. Only the groups' settings
+    (step, learning rate, …), which are stored by optimizer, have to be dealt out anew.
+    """
+
+    def load_state_dict(self, state_dict):
+        """Upstream's, for a state dict with more or fewer optimizers than the run's too."""
+        if isinstance(state_dict, dict):
+            state_dict = self._with_own_number_of_optimizers(state_dict)
+        super().load_state_dict(state_dict)
+
+    def _with_own_number_of_optimizers(self, state_dict: dict) -> dict:
+        by_optimizer = {key: part for key, part in state_dict.items() if isinstance(key, int)}
+        rest = {key: part for key, part in state_dict.items() if not isinstance(key, int)}
+        stored = [part for part in [rest, *by_optimizer.values()] if 'optimizer' in part]
+        run_is_split = len(self.chained_optimizers) > 1
+        stored_is_split = 'optimizer' not in rest
+        if not stored or (
+            run_is_split == stored_is_split
+            and len(stored) == (len(self.chained_optimizers) if run_is_split else 1)
+        ):
+            return state_dict
+        groups = [group for part in stored for group in part['optimizer']['param_groups']]
+        own = [
+            {
+                **stored[0],
+                **rest,
+                **(by_optimizer.get(index, {}) if run_is_split else {}),
+                'optimizer': {
+                    **stored[0]['optimizer'],
+                    'param_groups': _settings_for(optimizer.param_groups, groups),
+                },
+            }
+            for index, optimizer in enumerate(self.chained_optimizers)
+        ]
+        return dict(enumerate(own)) if run_is_split else own[0]
+
+
+def _settings_for(own_groups: list[dict], stored_groups: list[dict]) -> list[dict]:
+    """For each of the run's groups, the stored settings of the group that it corresponds to."""
+    keys = [key for key in upstream.param_group_identifier_keys if key != _SPLIT_BY]
+
+    def identity(group):
+        return tuple(group.get(key, group.get(f'pre_{key}')) for key in keys)
+
+    stored = {identity(group): group for group in reversed(stored_groups)}
+    missing = [group for group in own_groups if identity(group) not in stored]
+    if missing:
+        described = dict(zip(keys, identity(missing[0]), strict=True))
+        raise CheckpointingException(
+            f'The checkpoint has no parameter group with {described}; it has '
+            f'{[dict(zip(keys, found, strict=True)) for found in stored]}. Give the run the same '
+            f'learning rate and weight decay settings, or pass --no-load-optim.'
+        )
+    return [{**stored[identity(group)], _SPLIT_BY: group.get(_SPLIT_BY)} for group in own_groups]

@@ -1,0 +1,95 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cpu_megatron import facade, fused_adam_convention
+from tests.cpu_megatron.torchrun import REPOSITORY, torchrun
+
+WITH_A_GPU = """
+import sys
+import torch
+torch.cuda.is_available = lambda: True
+before = {name: dict(vars(module)) for name, module in {
+    'cuda': torch.cuda, 'tensor': torch.Tensor, 'distributed': torch.distributed}.items()}
+finders = list(sys.meta_path)
+import tests.cpu_megatron
+assert tests.cpu_megatron.install() is False
+for name, module in {
+    'cuda': torch.cuda, 'tensor': torch.Tensor, 'distributed': torch.distributed}.items():
+    assert dict(vars(module)) == before[name], name
+assert sys.meta_path == finders
+assert not any(name.split('.')[0] in ('mamba_ssm', 'apex') for name in sys.modules)
+assert torch.zeros(1).type() == 'torch.FloatTensor'
+"""
+
+WITHOUT = """
+import sys
+import tests.cpu_megatron
+assert tests.cpu_megatron.install() and tests.cpu_megatron.install()
+assert sum(type(finder).__name__ == 'AfterImport' for finder in sys.meta_path) == 1
+assert not any(name.split('.')[0] == 'megatron' for name in sys.modules)
+"""
+
+
+def _python(code):
+    return subprocess.run(
+        [sys.executable, '-c', code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+
+
+def test_nothing_changes_where_there_is_a_gpu():
+    result = _python(WITH_A_GPU)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(facade.cuda_is_real(), reason='the facade stays out')
+def test_installing_twice_is_once_and_imports_no_megatron():
+    result = _python(WITHOUT)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(facade.cuda_is_real(), reason='the facade stays out')
+def test_devices_are_the_cpu():
+    for device in ('cuda', 'cuda:0', 0, torch.device('cuda', 0)):
+        assert torch.empty(2, device=device, pin_memory=True).device.type == 'cpu'
+        assert torch.ones(2).to(device).device.type == 'cpu'
+        assert torch.ones(2).to(device=device, dtype=torch.float64).dtype == torch.float64
+    assert torch.ones(2, device='meta').device.type == 'meta'
+    assert torch.ones(1).type() == 'torch.cuda.FloatTensor'
+    assert torch.ones(1, dtype=torch.bfloat16).type() == 'torch.cuda.BFloat16Tensor'
+    assert torch.ones(1).type(torch.float64).dtype == torch.float64
+
+
+def test_fused_adam_convention_is_adamw():
+    make = torch.Generator().manual_seed(11)
+    ours, theirs = [], []
+    for shape in ((3, 5), (4,)):
+        value = torch.randn(shape, generator=make, dtype=torch.float64)
+        ours.append(value.clone().requires_grad_())
+        theirs.append(value.clone().requires_grad_())
+    options = {'lr': 0.1, 'betas': (0.8, 0.95), 'eps': 1e-6, 'weight_decay': 0.2}
+    fused = fused_adam_convention.FusedAdam([{'params': ours}, {'params': []}], **options)
+    adamw = torch.optim.AdamW(theirs, **options)
+    for _ in range(4):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=make, dtype=torch.float64)
+            b.grad = a.grad.clone()
+        fused.step()
+        adamw.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)  # fp64; the two order their products differently
+        assert set(fused.state[a]) == {'exp_avg', 'exp_avg_sq'}
+    assert fused.param_groups[0]['step'] == 4
+    assert 'step' not in fused.param_groups[1]
+
+
+def test_torchrun_shows_the_end_of_a_failed_run():
+    with pytest.raises(AssertionError, match='invalid choice'):
+        torchrun(1, 'tests.cpu_megatron.pretrain', 'bert')
+
+
+def test_torchrun_ends_a_run_that_takes_too_long():
+    with pytest.raises(AssertionError, match='took more than'):
+        torchrun(1, 'http.server', '0', timeout=3)

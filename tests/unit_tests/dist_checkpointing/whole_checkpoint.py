@@ -1,0 +1,41 @@
+"""Whole tensors of a ``torch_dist`` checkpoint, whatever the layout it was saved from."""
+
+import re
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+_LAYER_RE = re.compile(r'decoder\.layers\.(\d+)\.')
+
+
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint, assembled, by key."""
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    return tensors
+
+
+def gpt_source(tensors: dict, hybrid_key: str, pattern: str) -> torch.Tensor | None:
+    """What ``hybrid_key`` has to equal, looked up in a GPT checkpoint; None for a fresh layer.
+
+    The i-th ``*`` is GPT layer i's attention, the i-th ``-`` or ``E`` its MLP.
+    """
+    layer = _LAYER_RE.search(hybrid_key)
+    if layer is None:
+        return tensors[hybrid_key.replace('decoder.final_norm.', 'decoder.final_layernorm.')]
+    index = int(layer.group(1))
+    symbol = pattern[index]
+    if symbol == 'M':
+        return None
+    same_kind = '*' if symbol == '*' else '-E'
+    gpt_layer = sum(s in same_kind for s in pattern[:index])
+    indexed = _LAYER_RE.sub(f'decoder.layers.{gpt_layer}.', hybrid_key)
+    if indexed in tensors:
+        return tensors[indexed]
+    return tensors[_LAYER_RE.sub('decoder.layers.', hybrid_key)][gpt_layer]
