@@ -9,6 +9,8 @@ back to PP 2, and to one rank with two chunks. Takes four times the size in the 
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -126,8 +128,9 @@ def measured_conversion(words: list[str]) -> None:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
+    cpu = os.times()
     code = main(words)
-    converted = time.perf_counter()
+    converted, cpu_after = time.perf_counter(), os.times()
     done.set()
     sampler.join()
     if code:
@@ -137,32 +140,35 @@ def measured_conversion(words: list[str]) -> None:
             {
                 'imports': imported - start,
                 'main': converted - imported,
+                'cpu': sum(cpu_after[:2]) - sum(cpu[:2]),
                 'memory': max(peak, anonymous_memory()) - before,
             }
         )
     )
 
 
-def timed(command: list[str]) -> tuple[float, str]:
-    """Wall time of a process, and what it printed."""
-    start = time.perf_counter()
+def timed(command: list[str]) -> tuple[float, float, str]:
+    """Wall time and CPU time of a process, and what it printed."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
-    return time.perf_counter() - start, done.stdout
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall, cpu, done.stdout
 
 
-def measure(root: Path, repeats: int) -> list[tuple[str, list[float], list[dict]]]:
-    """Copy and convert in turn; per command the copies' times and the conversions' figures."""
+def measure(root: Path, repeats: int) -> list[tuple[str, list[dict], list[dict]]]:
+    """Copy and convert in turn; per command the figures of the copies and the conversions."""
     source, rows = root / 'source', []
     for name, command in COMMANDS.items():
         copies, conversions = [], []
         for _ in range(repeats):
-            seconds, _ = timed(['cp', '-r', str(source), str(root / 'copy')])
+            wall, cpu, _ = timed(['cp', '-r', str(source), str(root / 'copy')])
             shutil.rmtree(root / 'copy')
-            copies.append(seconds)
+            copies.append({'wall': wall, 'cpu': cpu})
             words = [*command.split(), '--load-dir', str(source), '--save-dir', str(root / 'out')]
-            seconds, output = timed([sys.executable, __file__, '--convert', *words])
+            wall, _, output = timed([sys.executable, __file__, '--convert', *words])
             shutil.rmtree(root / 'out')
-            conversions.append(json.loads(output.splitlines()[-1]) | {'process': seconds})
+            conversions.append(json.loads(output.splitlines()[-1]) | {'process': wall})
         rows.append((name, copies, conversions))
     return rows
 
@@ -181,21 +187,28 @@ def main() -> None:
             check=True,
         )
         rows = measure(Path(name), args.repeats)
-    print('| 2 files of | conversion | `cp` | conversion | ratio | with imports | memory |')
-    print('| --- | --- | --- | --- | --- | --- | --- |')
+    print(
+        f'| two files of {args.megabytes} MB | `cp` | conversion | ratio | CPU `cp` | conversion | '
+        'ratio | with imports | memory |'
+    )
+    print('| --- ' * 9 + '|')
     for name, copies, conversions in rows:
-        median = {key: statistics.median(c[key] for c in conversions) for key in conversions[0]}
-        copy, memory = statistics.median(copies), max(c['memory'] for c in conversions)
-        cells = (
-            f'{args.megabytes} MB',
-            name,
-            f'{copy:.2f} s',
-            f'{median["main"]:.2f} s',
-            f'{median["main"] / copy:.2f}',
-            f'{median["process"]:.2f} s',
-            f'{memory / 2**20:.0f} MiB',
-        )
+        copy, conversion = medians(copies), medians(conversions)
+        memory = max(figures['memory'] for figures in conversions)
+        cells = [name]
+        for what, converting in (('wall', 'main'), ('cpu', 'cpu')):
+            cells += [
+                f'{copy[what]:.2f} s',
+                f'{conversion[converting]:.2f} s',
+                f'{conversion[converting] / copy[what]:.2f}',
+            ]
+        cells += [f'{conversion["process"]:.2f} s', f'{memory / 2**20:.0f} MiB']
         print(f'| {" | ".join(cells)} |')
+
+
+def medians(figures: list[dict]) -> dict:
+    """The median of each figure."""
+    return {key: statistics.median(one[key] for one in figures) for key in figures[0]}
 
 
 if __name__ == '__main__':

@@ -191,6 +191,7 @@ def test_converted_run_takes_the_same_step(name, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=2**-21)
     assert differences(expected, found) == []
     assert sum(kind == 'grad' for kind, _, _ in expected) > 30
+    assert any('.mtp.' in key for _, _, key in expected) == ('multi-token' in name)
     assert len({str(value) for (kind, _, _), value in expected.items() if kind == 'loss'}) == 1
 
 
