@@ -65,17 +65,22 @@ def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]], seed: 
 
     class LayerChunks(dcp.DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            self.plan = SavePlan([
-                WriteItem(
-                    MetadataIndex(key, torch.Size(offsets)), WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                        TensorProperties(dtype=torch.bfloat16), torch.Size(shape),
-                    ),
-                )
-                for key, shape in shapes.items()
-                for offsets, sizes in _layer_chunks(shape)
-            ], planner_data={})
+            self.plan = SavePlan(
+                [
+                    WriteItem(
+                        MetadataIndex(key, torch.Size(offsets)),
+                        WriteItemType.SHARD,
+                        tensor_data=TensorWriteData(
+                            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                            TensorProperties(dtype=torch.bfloat16),
+                            torch.Size(shape),
+                        ),
+                    )
+                    for key, shape in shapes.items()
+                    for offsets, sizes in _layer_chunks(shape)
+                ],
+                planner_data={},
+            )
             return self.plan
 
         def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
@@ -87,7 +92,9 @@ def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]], seed: 
 
     with warnings.catch_warnings(action='ignore'):
         dcp.save(
-            {}, planner=LayerChunks(), no_dist=True,
+            {},
+            planner=LayerChunks(),
+            no_dist=True,
             storage_writer=dcp.FileSystemWriter(directory, thread_count=2, sync_files=False),
         )
     torch.save({'iteration': seed}, directory / 'common.pt')
@@ -141,9 +148,14 @@ def merge_report(paths: list[Path], output: Path, ranks: int, threads: int) -> d
     if ranks > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={ranks}']
     command = [
-        *launcher, str(REPOSITORY / 'tools/checkpoint/weighted_merge.py'),
-        '--merge-inputs', *(f'{path}:{1 / len(paths)}' for path in paths),
-        '--merge-output', str(output), '--report-json', str(report),
+        *launcher,
+        str(REPOSITORY / 'tools/checkpoint/weighted_merge.py'),
+        '--merge-inputs',
+        *(f'{path}:{1 / len(paths)}' for path in paths),
+        '--merge-output',
+        str(output),
+        '--report-json',
+        str(report),
         '--merge-balance-rank-work',
     ]
     environment = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
@@ -176,7 +188,9 @@ def naive_seconds(paths: list[Path], output: Path) -> float:
     )
     done = subprocess.run(
         [sys.executable, '-W', 'ignore', '-c', script, str(output), *map(str, paths)],
-        check=True, capture_output=True, text=True,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     shutil.rmtree(output)
     return float(done.stdout)
@@ -191,12 +205,16 @@ def speed(parent: Path, runs: int, rows: list[str]) -> None:
                 copied.append(copy_seconds(root, paths))
                 merged.append(merge_seconds(paths, root / 'out'))
             ratio = min(merged) / min(copied)
-            rows.append(f'| 4 × {name} bf16, 1 process, 2 threads | {min(merged):.2f} s | '
-                        f'cat + cp {min(copied):.2f} s | {ratio:.2f} × |')
+            rows.append(
+                f'| 4 × {name} bf16, 1 process, 2 threads | {min(merged):.2f} s | '
+                f'cat + cp {min(copied):.2f} s | {ratio:.2f} × |'
+            )
             if name == '0.4 GB':
                 naive = best(lambda: naive_seconds(paths, root / 'naive'), 2)  # noqa: B023
-                rows.append(f'| the same, load–average–save | {naive:.2f} s | '
-                            f'cat + cp {min(copied):.2f} s | {naive / min(copied):.2f} × |')
+                rows.append(
+                    f'| the same, load–average–save | {naive:.2f} s | '
+                    f'cat + cp {min(copied):.2f} s | {naive / min(copied):.2f} × |'
+                )
 
 
 def ranks(parent: Path, runs: int, rows: list[str]) -> None:
@@ -206,8 +224,10 @@ def ranks(parent: Path, runs: int, rows: list[str]) -> None:
         for _ in range(runs):
             one.append(merge_seconds(paths, root / 'out', 1, 1))
             two.append(merge_seconds(paths, root / 'out', 2, 1))
-        rows.append(f'| 4 × 1.5 GB, torchrun 2 ranks × 1 thread | {min(two):.2f} s | '
-                    f'1 rank × 1 thread {min(one):.2f} s | {min(one) / min(two):.2f} × as fast |')
+        rows.append(
+            f'| 4 × 1.5 GB, torchrun 2 ranks × 1 thread | {min(two):.2f} s | '
+            f'1 rank × 1 thread {min(one):.2f} s | {min(one) / min(two):.2f} × as fast |'
+        )
 
 
 def disk(parent: Path, runs: int, rows: list[str]) -> None:
@@ -227,8 +247,10 @@ def disk(parent: Path, runs: int, rows: list[str]) -> None:
             read.append(copy_seconds(root, paths))
             cold()
             merged.append(merge_seconds(paths, root / 'out'))
-        rows.append(f'| 4 × 0.4 GB from a cold disk | {min(merged):.2f} s | '
-                    f'cold cat + cp {min(read):.2f} s | {min(merged) / min(read):.2f} × |')
+        rows.append(
+            f'| 4 × 0.4 GB from a cold disk | {min(merged):.2f} s | '
+            f'cold cat + cp {min(read):.2f} s | {min(merged) / min(read):.2f} × |'
+        )
 
 
 def memory(parent: Path, runs: int, rows: list[str]) -> None:
@@ -254,14 +276,18 @@ def memory(parent: Path, runs: int, rows: list[str]) -> None:
             def measured(root: Path = root, paths: list[Path] = paths) -> float:
                 done = subprocess.run(
                     [sys.executable, '-c', script, str(root / 'out'), *map(str, paths)],
-                    check=True, capture_output=True, text=True,
+                    check=True,
+                    capture_output=True,
+                    text=True,
                 )
                 shutil.rmtree(root / 'out')
                 return float(done.stdout)
 
             peak = best(measured, min(runs, 2))
-            rows.append(f'| peak memory above imports, {count} inputs of 0.4 GB, 2 threads | '
-                        f'{format_bytes(peak)} | 128 MiB + 2 chunks of {format_bytes(chunk)} | |')
+            rows.append(
+                f'| peak memory above imports, {count} inputs of 0.4 GB, 2 threads | '
+                f'{format_bytes(peak)} | 128 MiB + 2 chunks of {format_bytes(chunk)} | |'
+            )
 
 
 def _numel(sizes: tuple[int, ...]) -> int:

@@ -38,7 +38,7 @@ def list_iterations(root: str | Path) -> dict[int, Path]:
     try:
         found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
     except OSError as error:
-        raise CheckpointError(f'{root}: can\'t list checkpoints: {error.strerror}') from error
+        raise CheckpointError(f"{root}: can't list checkpoints: {error.strerror}") from error
     return {i: found[i] for i in sorted(k for k in found if k is not None) if found[i].is_dir()}
 
 
@@ -57,7 +57,7 @@ def read_tracker(root: str | Path) -> int | Literal['release']:
     except FileNotFoundError as error:
         raise CheckpointError(f'{tracker}: no such file; {root} is no checkpoint root') from error
     except OSError as error:
-        raise CheckpointError(f'{tracker}: can\'t be read: {error.strerror}') from error
+        raise CheckpointError(f"{tracker}: can't be read: {error.strerror}") from error
     if text == RELEASE:
         return 'release'
     if _ITERATION.fullmatch(text):
@@ -111,7 +111,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(
-            f'{path}: ' + ('is a file, expected a directory' if path.exists() else 'doesn\'t exist')
+            f'{path}: ' + ('is a file, expected a directory' if path.exists() else "doesn't exist")
         )
     if (path / CONFIG_NAME).exists():
         return path
@@ -128,7 +128,7 @@ def describe_foreign(directory: Path) -> str:
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
-        return f'can\'t be read: {one_line(error)}'
+        return f"can't be read: {one_line(error)}"
     missing = f'no {CONFIG_NAME}'
     if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
         return f'{missing}: a legacy `torch` checkpoint (mp_rank_*); see convert_ckpt_pp_vpp.py'

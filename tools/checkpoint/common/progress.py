@@ -44,9 +44,7 @@ def progress_bar(total: int, description: str, *, unit: str = 'it', rank: int = 
         return _NoProgress()
     from tqdm import tqdm
 
-    return tqdm(
-        total=total, desc=description, unit=unit, unit_scale=unit == 'B', unit_divisor=1024
-    )
+    return tqdm(total=total, desc=description, unit=unit, unit_scale=unit == 'B', unit_divisor=1024)
 
 
 def format_bytes(size: float) -> str:

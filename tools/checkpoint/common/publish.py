@@ -123,7 +123,7 @@ class Publication:
                 (staging / UNPUBLISHED).touch()
         except OSError as error:
             raise CheckpointError(
-                f'{target}: can\'t be written: {error.strerror or error} ({error.filename})'
+                f"{target}: can't be written: {error.strerror or error} ({error.filename})"
             ) from error
 
     def commit(self) -> None:
@@ -152,7 +152,7 @@ class Publication:
             step('unmarked')
         except OSError as error:
             raise CheckpointError(
-                f'{error.filename2 or error.filename or self.targets[0]}: can\'t be published: '
+                f"{error.filename2 or error.filename or self.targets[0]}: can't be published: "
                 f'{error.strerror or error}'
             ) from error
         for root, temporary in self._new_trackers.items():
@@ -290,7 +290,7 @@ def _replace_tracker(root: Path, temporary: Path, text: str) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(
-            f'{tracker}: can\'t be replaced: {error.strerror}; the output itself is complete: '
+            f"{tracker}: can't be replaced: {error.strerror}; the output itself is complete: "
             f'write {text} into this file to have it loaded'
         ) from error
 

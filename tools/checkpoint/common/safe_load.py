@@ -26,12 +26,22 @@ _CORE = 'megatron.core.dist_checkpointing.strategies.torch'
 _PATHS = {'Path', 'PosixPath', 'PurePath', 'PurePosixPath'}
 _METADATA_GLOBALS: dict[str, set[str]] = {
     f'{_DCP}.metadata': {
-        '_MEM_FORMAT_ENCODING', 'BytesStorageMetadata', 'ChunkStorageMetadata', 'Metadata',
-        'MetadataIndex', 'StorageMeta', 'TensorProperties', 'TensorStorageMetadata',
+        '_MEM_FORMAT_ENCODING',
+        'BytesStorageMetadata',
+        'ChunkStorageMetadata',
+        'Metadata',
+        'MetadataIndex',
+        'StorageMeta',
+        'TensorProperties',
+        'TensorStorageMetadata',
     },
     f'{_DCP}.filesystem': {'_StorageInfo', '_StoragePrefix'},
     f'{_DCP}.planner': {  # core keeps the ranks' plans in the metadata
-        'BytesIOWriteData', 'SavePlan', 'TensorWriteData', 'WriteItem', 'WriteItemType',
+        'BytesIOWriteData',
+        'SavePlan',
+        'TensorWriteData',
+        'WriteItem',
+        'WriteItemType',
     },
     _CORE: {'MCoreMetadata', 'MCoreSavePlan'},  # written by core 0.14 and 0.15
     'torch': {'Size'},
@@ -92,7 +102,7 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
             f'{file}: no such file; the save of this checkpoint was not finished'
         ) from error
     except OSError as error:
-        raise CheckpointError(f'{file}: can\'t be read: {error.strerror}') from error
+        raise CheckpointError(f"{file}: can't be read: {error.strerror}") from error
     try:
         metadata = pickle.loads(data) if trust else _restricted_loads(data)
     except Exception as error:
@@ -183,7 +193,7 @@ def load_torch(
             else f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
         ) from error
     except OSError as error:
-        raise CheckpointError(f'{name}: can\'t be read: {error.strerror or error}') from error
+        raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
     except Exception as error:
         raise CheckpointError(
             f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'

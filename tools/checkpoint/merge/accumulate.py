@@ -151,16 +151,12 @@ class ChunkMerger:
     def _reader(self, job: ChunkJob, stored: tuple[StoredChunk, ...]) -> '_Reader':
         if len(stored) == 1 and stored[0].box == job.box:
             return self._chunk_reader(job.key, stored[0])
-        parts = [
-            (part.box, self._chunk_reader(job.key, part)) for part in stored
-        ]
+        parts = [(part.box, self._chunk_reader(job.key, part)) for part in stored]
         return _AssemblingReader(job.box, stored[0].dtype, parts)
 
     def _chunk_reader(self, key: str, stored: StoredChunk) -> '_Reader':
         descriptor = self._files.get(stored.path)
-        offset = locate(
-            descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes
-        )
+        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
         if offset is None:
             return _WholeReader(key, stored)
         return _PlainReader(descriptor, stored, offset, self._raw)
@@ -227,18 +223,14 @@ class _WholeReader(_Reader):
 
     def read(self, start: int, count: int) -> torch.Tensor:
         stored = self._stored
-        chunk = load_chunk(
-            stored.path, stored.piece, self._key, stored.dtype, stored.box.sizes
-        )
+        chunk = load_chunk(stored.path, stored.piece, self._key, stored.dtype, stored.box.sizes)
         return chunk.contiguous().view(-1)[start : start + count]
 
 
 class _AssemblingReader(_Reader):
     """Puts a chunk together from the parts of others, where layouts differ."""
 
-    def __init__(
-        self, box: Box, dtype: torch.dtype, parts: Sequence[tuple[Box, _Reader]]
-    ) -> None:
+    def __init__(self, box: Box, dtype: torch.dtype, parts: Sequence[tuple[Box, _Reader]]) -> None:
         self._box = box
         self._dtype = dtype
         self._parts = parts

@@ -29,109 +29,172 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
     parser = argparse.ArgumentParser(
-        prog='weighted_merge', description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        prog='weighted_merge',
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(
-        '--merge-inputs', nargs='+', required=True, metavar='INPUT',
+        '--merge-inputs',
+        nargs='+',
+        required=True,
+        metavar='INPUT',
         help='PATH:WEIGHT pairs (the weight is what follows the last colon; PATH is a checkpoint '
         'directory or a root with latest_checkpointed_iteration.txt), or one ROOT for a range',
     )
-    inputs.add_argument('--start-checkpoint', type=int, metavar='S',
-                        help='first iteration of the range')
-    inputs.add_argument('--end-checkpoint', type=int, metavar='E',
-                        help='last iteration of the range; its checkpoint must exist')
     inputs.add_argument(
-        '--min-iteration-interval', type=int, default=0, metavar='N',
+        '--start-checkpoint', type=int, metavar='S', help='first iteration of the range'
+    )
+    inputs.add_argument(
+        '--end-checkpoint',
+        type=int,
+        metavar='E',
+        help='last iteration of the range; its checkpoint must exist',
+    )
+    inputs.add_argument(
+        '--min-iteration-interval',
+        type=int,
+        default=0,
+        metavar='N',
         help='range: walking back from E, keep a checkpoint only when it lies at least N '
         'iterations before the last one kept',
     )
-    inputs.add_argument('--min-checkpoints', type=int, default=1, metavar='N',
-                        help='range: fail when fewer remain (default: 1)')
     inputs.add_argument(
-        '--model-only', action='store_true',
+        '--min-checkpoints',
+        type=int,
+        default=1,
+        metavar='N',
+        help='range: fail when fewer remain (default: 1)',
+    )
+    inputs.add_argument(
+        '--model-only',
+        action='store_true',
         help='leave training state (optimizer, RNG) of the inputs unread instead of refusing it',
     )
     inputs.add_argument(
-        '--allow-reshard', action='store_true',
-        help='accept inputs whose chunk layouts differ; the output takes the first one\'s',
+        '--allow-reshard',
+        action='store_true',
+        help="accept inputs whose chunk layouts differ; the output takes the first one's",
     )
-    inputs.add_argument('--allow-nonfinite', action='store_true',
-                        help='merge inputs that hold infinities or NaN; they are counted and named')
     inputs.add_argument(
-        '--trust-checkpoints', action='store_true',
+        '--allow-nonfinite',
+        action='store_true',
+        help='merge inputs that hold infinities or NaN; they are counted and named',
+    )
+    inputs.add_argument(
+        '--trust-checkpoints',
+        action='store_true',
         help='unpickle the inputs without restriction: whatever code they hold will run',
     )
 
     weights = parser.add_argument_group('weights')
     weights.add_argument(
-        '--merge-style', choices=STYLES, metavar='STYLE',
+        '--merge-style',
+        choices=STYLES,
+        metavar='STYLE',
         help='range: linear (default: 1/n each), minus-sqrt, cosine or inverse-sqrt, each plain or '
         'with __reverse or __scramble. A style is the difference of a decay curve over the '
         'checkpoints; minus-sqrt (1 - sqrt(x)) weighs the OLDEST checkpoint most, since it stands '
         'for the learning rate that falls first: 0.577350, 0.239146, 0.183503 for three',
     )
-    weights.add_argument('--coefficient-seed', type=int, default=0, metavar='N',
-                         help='seed of __scramble (default: 0)')
     weights.add_argument(
-        '--coefficients', type=Path, metavar='FILE',
+        '--coefficient-seed',
+        type=int,
+        default=0,
+        metavar='N',
+        help='seed of __scramble (default: 0)',
+    )
+    weights.add_argument(
+        '--coefficients',
+        type=Path,
+        metavar='FILE',
         help='range: JSON or YAML file, iteration: weight, in place of a style',
     )
     weights.add_argument(
-        '--normalize', action='store_true',
+        '--normalize',
+        action='store_true',
         help='scale given weights to sum 1; without it they are used exactly',
     )
 
     output = parser.add_argument_group('output')
     output.add_argument(
-        '--merge-output', type=Path, required=True, metavar='DIR',
+        '--merge-output',
+        type=Path,
+        required=True,
+        metavar='DIR',
         help='where to write; with an output iteration DIR/iter_XXXXXXX, unless DIR is that '
         'directory already',
     )
     output.add_argument(
-        '--output-iteration', type=int, metavar='N',
+        '--output-iteration',
+        type=int,
+        metavar='N',
         help='iteration of the output, recorded in its common state and in the tracker beside it '
         '(range: default E)',
     )
     output.add_argument(
-        '--merge-save-dtype', choices=SAVE_DTYPES, default='same',
-        help='same (default; the inputs\' dtypes must agree tensor by tensor) or one for all',
+        '--merge-save-dtype',
+        choices=SAVE_DTYPES,
+        default='same',
+        help="same (default; the inputs' dtypes must agree tensor by tensor) or one for all",
     )
     output.add_argument(
-        '--keep-fp32', nargs='+', default=[], action='extend', metavar='PATTERN',
+        '--keep-fp32',
+        nargs='+',
+        default=[],
+        action='extend',
+        metavar='PATTERN',
         help='fp32 tensors, as shell-style patterns of whole names, that --merge-save-dtype leaves '
         'fp32 (router biases: "*.expert_bias"); the ones it narrows are listed',
     )
     output.add_argument(
-        '--extra-state-source-index', type=int, metavar='I',
+        '--extra-state-source-index',
+        type=int,
+        metavar='I',
         help='zero-based input whose _extra_state entries are copied (default: 0); in a range the '
         'inputs are in iteration order',
     )
     output.add_argument(
-        '--common-state-checkpoint', type=Path, metavar='PATH',
+        '--common-state-checkpoint',
+        type=Path,
+        metavar='PATH',
         help='checkpoint that supplies common state and _extra_state, where the inputs hold model '
         'shards only; an iteration recorded there must equal --output-iteration',
     )
 
     run = parser.add_argument_group('run')
-    run.add_argument('--merge-balance-rank-work', action='store_true',
-                     help='share out chunks over ranks by size, largest first')
     run.add_argument(
-        '--merge-byte-accounting', choices=BYTE_ACCOUNTING, default='rank0',
+        '--merge-balance-rank-work',
+        action='store_true',
+        help='share out chunks over ranks by size, largest first',
+    )
+    run.add_argument(
+        '--merge-byte-accounting',
+        choices=BYTE_ACCOUNTING,
+        default='rank0',
         help='who stats the written files for the report (default: rank0)',
     )
-    run.add_argument('--dry-run', action='store_true',
-                     help='check everything, print the plan, write nothing')
     run.add_argument(
-        '--verify', action='store_true',
+        '--dry-run', action='store_true', help='check everything, print the plan, write nothing'
+    )
+    run.add_argument(
+        '--verify',
+        action='store_true',
         help='check SHA-256 manifests of the inputs, and before publishing read the output back '
         'and compute every chunk again by another path',
     )
-    run.add_argument('--save-integrity', action='store_true',
-                     help='write a SHA-256 manifest (integrity.json) into the output')
-    run.add_argument('--report-json', type=Path, metavar='FILE',
-                     help='also write the report (or, with --dry-run, the plan) as JSON')
+    run.add_argument(
+        '--save-integrity',
+        action='store_true',
+        help='write a SHA-256 manifest (integrity.json) into the output',
+    )
+    run.add_argument(
+        '--report-json',
+        type=Path,
+        metavar='FILE',
+        help='also write the report (or, with --dry-run, the plan) as JSON',
+    )
     return parser
 
 
@@ -227,8 +290,13 @@ def _inputs(args: argparse.Namespace) -> 'Inputs':
     if not _is_range(args):
         return manual_inputs(args.merge_inputs, normalize=args.normalize)
     return range_inputs(
-        args.merge_inputs[0], args.start_checkpoint, args.end_checkpoint,
-        style=args.merge_style or 'linear', seed=args.coefficient_seed,
-        min_interval=args.min_iteration_interval, min_checkpoints=args.min_checkpoints,
-        coefficients=args.coefficients, normalize=args.normalize,
+        args.merge_inputs[0],
+        args.start_checkpoint,
+        args.end_checkpoint,
+        style=args.merge_style or 'linear',
+        seed=args.coefficient_seed,
+        min_interval=args.min_iteration_interval,
+        min_checkpoints=args.min_checkpoints,
+        coefficients=args.coefficients,
+        normalize=args.normalize,
     )

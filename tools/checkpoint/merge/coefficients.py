@@ -35,7 +35,7 @@ def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, 
     unexpected = sorted(set(weights) - set(iterations))
     if missing or unexpected:
         raise CheckpointError(
-            f'{file}: iterations differ from the merge\'s: '
+            f"{file}: iterations differ from the merge's: "
             f'without a weight: {missing or "none"}, not in the merge: {unexpected or "none"}'
         )
     return {iteration: weights[iteration] for iteration in sorted(weights)}
@@ -45,7 +45,7 @@ def _read_mapping(file: Path) -> Mapping[object, object]:
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f'{file}: can\'t be read: {one_line(error)}') from error
+        raise CheckpointError(f"{file}: can't be read: {one_line(error)}") from error
     try:
         if file.suffix == '.json':
             found = json.loads(text, object_pairs_hook=_without_twins)

@@ -80,8 +80,10 @@ def choose_common_state(
     if given is not None:
         chosen = load_common_state(given, trust=trust)
         if chosen is None:
-            raise CheckpointError(f'{given.directory}: no common state ({COMMON_FILE} or '
-                                  f'{COMMON_KEY}), expected one in --common-state-checkpoint')
+            raise CheckpointError(
+                f'{given.directory}: no common state ({COMMON_FILE} or '
+                f'{COMMON_KEY}), expected one in --common-state-checkpoint'
+            )
         if None not in (output_iteration, chosen.iteration) and (
             chosen.iteration != output_iteration
         ):

@@ -39,8 +39,10 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             return f'chunk at {box.offsets} has another rank than the tensor {tuple(shape)}'
-        if any(o < 0 or s < 0 or o + s > n
-               for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
+        if any(
+            o < 0 or s < 0 or o + s > n
+            for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
             return f'chunk at {box.offsets} of {box.sizes} lies outside the tensor {tuple(shape)}'
     total, covered = math.prod(shape), sum(box.numel for box in boxes)
     if covered < total:
@@ -77,9 +79,7 @@ def runs(part: Box, first: Box, second: Box) -> Iterator[tuple[int, int, int]]:
         row-major
     """
     split = len(part.sizes)
-    while split > 0 and all(
-        part.sizes[split:] == box.sizes[split:] for box in (first, second)
-    ):
+    while split > 0 and all(part.sizes[split:] == box.sizes[split:] for box in (first, second)):
         split -= 1
     # dimensions from `split` on are walked as one run: those after it are whole in both boxes
     length = math.prod(part.sizes[split:])

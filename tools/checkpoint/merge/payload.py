@@ -113,8 +113,9 @@ def read_bytes(path: Path, piece: Slice) -> bytes:
     return bytes(data)
 
 
-def load_chunk(path: Path, piece: Slice, key: str, dtype: torch.dtype,
-               sizes: Sequence[int]) -> torch.Tensor:
+def load_chunk(
+    path: Path, piece: Slice, key: str, dtype: torch.dtype, sizes: Sequence[int]
+) -> torch.Tensor:
     """A stored chunk through ``torch.load``; needs memory for all of it.
 
     Raises:
@@ -137,8 +138,9 @@ def load_chunk(path: Path, piece: Slice, key: str, dtype: torch.dtype,
     return loaded
 
 
-def locate(descriptor: int, path: Path, piece: Slice, key: str, dtype: torch.dtype,
-           sizes: Sequence[int]) -> int | None:
+def locate(
+    descriptor: int, path: Path, piece: Slice, key: str, dtype: torch.dtype, sizes: Sequence[int]
+) -> int | None:
     """File offset of a chunk's first element, where its elements lie row-major from there on.
 
     Returns:
@@ -166,8 +168,17 @@ def locate(descriptor: int, path: Path, piece: Slice, key: str, dtype: torch.dty
             raise _NotPlain
     except CheckpointError:
         raise
-    except (_NotPlain, KeyError, struct.error, pickle.UnpicklingError, EOFError, ValueError,
-            TypeError, IndexError, AttributeError):
+    except (
+        _NotPlain,
+        KeyError,
+        struct.error,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+    ):
         return None
     if tensor.dtype != dtype or tensor.size != tuple(sizes):
         raise CheckpointError(
@@ -262,8 +273,14 @@ def _order(descriptor: int, path: Path, piece: Slice, entry: tuple[int, int] | N
 class _StoredTensor:
     """The arguments that a tensor would be rebuilt from."""
 
-    def __init__(self, storage: tuple[Any, ...], offset: int, size: Sequence[int],
-                 stride: Sequence[int], *_: object) -> None:
+    def __init__(
+        self,
+        storage: tuple[Any, ...],
+        offset: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        *_: object,
+    ) -> None:
         _, self.dtype, self.storage, _, _ = storage
         self.offset = offset
         self.size = tuple(size)

@@ -134,8 +134,10 @@ def output_dtypes(
     for pattern in keep_fp32:
         matched = fnmatch.filter(full, pattern)
         if not matched:
-            raise CheckpointError(f'--keep-fp32 {pattern!r}: matches none of {len(full)} fp32 '
-                                  'tensors; patterns are shell-style and match whole names')
+            raise CheckpointError(
+                f'--keep-fp32 {pattern!r}: matches none of {len(full)} fp32 '
+                'tensors; patterns are shell-style and match whole names'
+            )
         kept.update(matched)
     return {
         key: entry.dtype if target is None or key in kept else target
@@ -177,9 +179,11 @@ def make_plan(
         BytesJob(key, extra_states.directory / piece.file, piece)
         for key, piece in extra_states.extra_states.items()
     ]
-    shares = _balanced(jobs, world_size) if balance else [
-        jobs[rank::world_size] for rank in range(world_size)
-    ]
+    shares = (
+        _balanced(jobs, world_size)
+        if balance
+        else [jobs[rank::world_size] for rank in range(world_size)]
+    )
     plan.shares = [
         RankShare(tuple(share), tuple(plan.byte_entries[rank::world_size]))
         for rank, share in enumerate(shares)

@@ -133,8 +133,12 @@ def prepare(request: Request, world_size: int) -> Prepared:
         sources, output_iteration=iteration, given=given, trust=request.trust_checkpoints
     )
     plan = make_plan(
-        sources, extra_states, world_size=world_size, save_dtype=request.save_dtype,
-        keep_fp32=request.keep_fp32, balance=request.balance_rank_work,
+        sources,
+        extra_states,
+        world_size=world_size,
+        save_dtype=request.save_dtype,
+        keep_fp32=request.keep_fp32,
+        balance=request.balance_rank_work,
     )
     result = MergeResult(
         output_dir=target,
@@ -162,5 +166,5 @@ def _warnings(inputs: Inputs, common: CommonState) -> list[str]:
             'are; outputs may leave the range of the inputs'
         )
     if common.origin is None:
-        found.append('no input has common state; the output can\'t be resumed by its iteration')
+        found.append("no input has common state; the output can't be resumed by its iteration")
     return found

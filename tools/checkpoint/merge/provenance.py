@@ -41,7 +41,10 @@ def git_revision() -> str | None:
     def git(*arguments: str) -> str:
         return subprocess.run(
             ['git', '-C', str(file.parent), *arguments],
-            capture_output=True, text=True, timeout=10, check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         ).stdout.strip()
 
     try:

@@ -100,8 +100,10 @@ class Ranks:
         received: list[T | None] = [None]
         with self._reaching():
             dist.scatter_object_list(
-                received, list(values) if values is not None else None,
-                src=dist.get_global_rank(self.group, 0), group=self.group,
+                received,
+                list(values) if values is not None else None,
+                src=dist.get_global_rank(self.group, 0),
+                group=self.group,
             )
         return received[0]  # type: ignore[return-value]
 
@@ -111,7 +113,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f'another rank of {self.size} stopped or can\'t be reached; nothing was published'
+                f"another rank of {self.size} stopped or can't be reached; nothing was published"
             ) from error
 
 
@@ -168,11 +170,14 @@ def _own_group(rank: int, size: int) -> Iterator[Ranks]:
             )
         _merges += 1
         dist.init_process_group(
-            'gloo', store=dist.PrefixStore(f'weighted_merge/{_merges}', _store), rank=rank,
-            world_size=size, timeout=TIMEOUT,
+            'gloo',
+            store=dist.PrefixStore(f'weighted_merge/{_merges}', _store),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
         )
     except (RuntimeError, ValueError, dist.DistError) as error:
-        raise CheckpointError(f'rank {rank} of {size} can\'t join the others: {error}') from error
+        raise CheckpointError(f"rank {rank} of {size} can't join the others: {error}") from error
     ranks = Ranks(rank, size, dist.group.WORLD)
     try:
         yield ranks

@@ -111,8 +111,7 @@ def report_text(result: MergeResult) -> str:
         + ', '.join(_some([format_bytes(size) for size in result.peak_memory])),
     ]
     lines += [
-        f'not finite: {count} values of {name}'
-        for name, count in result.nonfinite_inputs.items()
+        f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()
     ]
     return '\n'.join(lines)
 
@@ -127,7 +126,7 @@ def write_json(result: MergeResult, file: Path) -> None:
     try:
         file.write_text(json.dumps(content, indent=2) + '\n')
     except OSError as error:
-        raise CheckpointError(f'{file}: can\'t be written: {error.strerror}') from error
+        raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
 
 
 def _some(values: Sequence[str]) -> list[str]:

@@ -57,8 +57,9 @@ def run_merge(request: Request) -> MergeResult:
             return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         orders = ranks.scatter(
             [
-                _Orders(share, prepared.inputs.directories, prepared.inputs.weights,
-                        prepared.target)
+                _Orders(
+                    share, prepared.inputs.directories, prepared.inputs.weights, prepared.target
+                )
                 for share in prepared.plan.shares
             ]
             if prepared
@@ -127,7 +128,7 @@ def _publication(prepared: Prepared | None) -> Publication:
 def _check_staging(staging: Path) -> None:
     if not staging.is_dir():
         raise CheckpointError(
-            f'{staging.parent}: not shared: this rank doesn\'t see what rank 0 made there'
+            f"{staging.parent}: not shared: this rank doesn't see what rank 0 made there"
         )
 
 
@@ -144,8 +145,10 @@ def _fill(
             orders.share,
             prepared.plan if prepared else None,
             lambda: ChunkMerger(
-                orders.weights, block_elements=request.block_elements,
-                allow_nonfinite=request.allow_nonfinite, stop=stop,
+                orders.weights,
+                block_elements=request.block_elements,
+                allow_nonfinite=request.allow_nonfinite,
+                stop=stop,
             ),
             stop,
             bar.update,
@@ -181,7 +184,7 @@ def _save(planner: MergePlanner, writer: MergeWriter, ranks: Ranks) -> None:
         for cause in causes:
             if isinstance(cause, (CheckpointError, Interrupted)):
                 raise cause from error
-        raise CheckpointError(f'{writer.path}: can\'t be written: {[*causes, error][0]}') from error
+        raise CheckpointError(f"{writer.path}: can't be written: {[*causes, error][0]}") from error
     finally:
         torch.set_num_threads(before)
 
@@ -191,10 +194,15 @@ def _complete(request: Request, prepared: Prepared | None, staging: Path) -> Non
     assert prepared is not None
     inputs = prepared.inputs
     provenance = make_provenance(
-        directories=list(inputs.directories), iterations=inputs.iterations,
-        weights=list(inputs.weights), normalized=inputs.normalized, style=inputs.style,
-        save_dtype=request.save_dtype, common_state_source=prepared.common.origin,
-        extra_state_source=prepared.extra_states.directory, balanced=request.balance_rank_work,
+        directories=list(inputs.directories),
+        iterations=inputs.iterations,
+        weights=list(inputs.weights),
+        normalized=inputs.normalized,
+        style=inputs.style,
+        save_dtype=request.save_dtype,
+        common_state_source=prepared.common.origin,
+        extra_state_source=prepared.extra_states.directory,
+        balanced=request.balance_rank_work,
     )
     save_common_state(
         output_common_state(prepared.common, provenance, prepared.output_iteration), staging
@@ -217,7 +225,11 @@ class _Figures:
 
 
 def _figures(
-    request: Request, ranks: Ranks, planner: MergePlanner, orders: _Orders, staging: Path,
+    request: Request,
+    ranks: Ranks,
+    planner: MergePlanner,
+    orders: _Orders,
+    staging: Path,
     wall: float,
 ) -> _Figures:
     mergers = planner.mergers
@@ -234,10 +246,14 @@ def _figures(
     elif request.byte_accounting == 'rank0' and ranks.rank == 0:
         written = _size_of(staging, '*')
     return _Figures(
-        load, accumulate, max(wall - load - accumulate, 0.0),
+        load,
+        accumulate,
+        max(wall - load - accumulate, 0.0),
         sum(merger.bytes_read for merger in mergers)
         + sum(job.piece.length for job in orders.share.byte_entries),
-        written, peak_memory(), nonfinite,
+        written,
+        peak_memory(),
+        nonfinite,
     )
 
 
@@ -250,9 +266,7 @@ def _summarise(result: MergeResult, figures: list[_Figures]) -> None:
     result.timings.accumulate = max(figure.accumulate for figure in figures)
     result.timings.save = max(figure.save for figure in figures)
     result.bytes_read = sum(figure.bytes_read for figure in figures)
-    result.bytes_written = (
-        sum(figure.bytes_written for figure in figures) or result.bytes_written
-    )
+    result.bytes_written = sum(figure.bytes_written for figure in figures) or result.bytes_written
     result.peak_memory = [figure.peak_memory for figure in figures]
     total: Counter[str] = Counter()
     for figure in figures:

@@ -127,8 +127,10 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
             'remove the one that is stale'
         )
     if not source.tensors:
-        raise CheckpointError(f'{directory}: no model tensors; keys start with none of '
-                              'model., decoder., embedding., output_layer., mtp.')
+        raise CheckpointError(
+            f'{directory}: no model tensors; keys start with none of '
+            'model., decoder., embedding., output_layer., mtp.'
+        )
     reshaped = getattr(metadata, 'mcore_data', None) or {}
     source.reshaped = {key: reshaped[key] for key in source.tensors if key in reshaped}
     _check_files(source)
@@ -181,7 +183,7 @@ def _tensor_entry(
         raise CheckpointError(f'{directory}: {key}: stored as a tensor, expected bytes')
     if not dtype.is_floating_point:
         raise CheckpointError(
-            f'{directory}: {key}: dtype {_name(dtype)} can\'t be averaged, expected floating point'
+            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point"
         )
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:
@@ -214,12 +216,12 @@ def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> Non
     if foreign:
         raise CheckpointError(
             f'{source.directory}: {_some(foreign)}: outside the model (model., model<N>., '
-            'decoder., embedding., output_layer., mtp.) and no training state; can\'t be merged'
+            "decoder., embedding., output_layer., mtp.) and no training state; can't be merged"
         )
     if source.left_out and not model_only:
         raise CheckpointError(
             f'{source.directory}: holds training state ({_some(source.left_out)}), as an ordinary '
-            'training checkpoint does; optimizer and RNG state can\'t be averaged: pass '
+            "training checkpoint does; optimizer and RNG state can't be averaged: pass "
             '--model-only to leave them unread'
         )
 
@@ -257,8 +259,10 @@ def _some(keys: list[str]) -> str:
 
 
 def _kind(entry: object) -> str:
-    return 'a tensor' if isinstance(entry, TensorStorageMetadata) else (
-        'bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__
+    return (
+        'a tensor'
+        if isinstance(entry, TensorStorageMetadata)
+        else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
     )
 
 

@@ -63,8 +63,10 @@ def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> Non
     """
     if sources[0].extra_states:
         _same_keys(
-            f'{given.directory} against {sources[0].directory}', '_extra_state entries',
-            given.extra_states, sources[0].extra_states,
+            f'{given.directory} against {sources[0].directory}',
+            '_extra_state entries',
+            given.extra_states,
+            sources[0].extra_states,
         )
 
 
@@ -105,9 +107,7 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
             or info.length != job.piece.length
         ):
             raise CheckpointError(f'{directory}: {job.key}: was not written')
-        sizes[info.relative_path] = max(
-            sizes.get(info.relative_path, 0), info.offset + info.length
-        )
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
         stored += 1
     if stored != len(storage):
         raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {stored}')

@@ -77,9 +77,7 @@ def _assembled(job: ChunkJob, stored: Sequence[StoredChunk]) -> torch.Tensor:
     return result
 
 
-def _window(
-    starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]
-) -> tuple[slice, ...]:
+def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
 
 

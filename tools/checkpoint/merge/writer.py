@@ -201,14 +201,14 @@ class _ReportingFileSystem(FileSystem):
         try:
             opened = Path(path).open(mode)
         except OSError as error:
-            self._report(CheckpointError(f'{path}: can\'t be written: {error.strerror}'))
+            self._report(CheckpointError(f"{path}: can't be written: {error.strerror}"))
             yield io.BytesIO()  # nothing reaches it: the planner has stopped
             return
         try:
             with opened as stream:
                 yield stream  # type: ignore[misc]
         except OSError as error:
-            self._report(CheckpointError(f'{path}: can\'t be written: {error.strerror or error}'))
+            self._report(CheckpointError(f"{path}: can't be written: {error.strerror or error}"))
         except Exception as error:
             self._report(error)
 
@@ -225,7 +225,10 @@ def save_merged(
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='torch.distributed is disabled')
             dcp.save(
-                {}, storage_writer=writer, planner=planner, process_group=group,
+                {},
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
                 no_dist=group is None,
             )
     finally:

@@ -36,8 +36,11 @@ def start(size: int, action: Callable[..., object], *arguments: object) -> dict[
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['tests.unit_tests.tools.checkpoint.merge_ranks'])
     results = context.Queue()
-    environment = {'WORLD_SIZE': str(size), 'MASTER_ADDR': '127.0.0.1',
-                   'MASTER_PORT': str(free_port())}
+    environment = {
+        'WORLD_SIZE': str(size),
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(free_port()),
+    }
     ranks = [
         context.Process(target=_rank, args=(rank, environment, action, arguments, results))
         for rank in range(size)
@@ -53,8 +56,9 @@ def start(size: int, action: Callable[..., object], *arguments: object) -> dict[
         except queue.Empty:
             if not any(process.is_alive() for process in ranks) and results.empty():
                 break
-    hanging = [rank for rank, process in enumerate(ranks) if rank not in found
-               and process.is_alive()]
+    hanging = [
+        rank for rank, process in enumerate(ranks) if rank not in found and process.is_alive()
+    ]
     for process in ranks:
         process.join(5)
         process.kill()
@@ -63,8 +67,11 @@ def start(size: int, action: Callable[..., object], *arguments: object) -> dict[
 
 
 def _rank(
-    rank: int, environment: Mapping[str, str], action: Callable[..., object],
-    arguments: tuple[object, ...], results: 'multiprocessing.Queue[Any]',
+    rank: int,
+    environment: Mapping[str, str],
+    action: Callable[..., object],
+    arguments: tuple[object, ...],
+    results: 'multiprocessing.Queue[Any]',
 ) -> None:
     os.environ.update(environment, RANK=str(rank))
     torch.set_num_threads(1)
@@ -80,10 +87,13 @@ def _rank(
 def merges(rank: int, inputs: list[Path], weights: list[float], root: Path) -> list[object]:
     """Several merges in one process, plain, balanced, verified; nothing is left initialised."""
     outcome: list[object] = []
-    for index, options in enumerate([
-        {}, {'balance_rank_work': True},
-        {'verify': True, 'save_integrity': True, 'byte_accounting': 'each-rank'},
-    ]):
+    for index, options in enumerate(
+        [
+            {},
+            {'balance_rank_work': True},
+            {'verify': True, 'save_integrity': True, 'byte_accounting': 'each-rank'},
+        ]
+    ):
         result = merge(inputs, weights, root / f'{index}', 5, **options)  # type: ignore[arg-type]
         assert not dist.is_initialized()
         outcome.append((result.bytes_read, result.rank_bytes, result.bytes_written))
@@ -110,8 +120,10 @@ def merge_blind(
     if rank == blind:
         if ctypes.CDLL(None).unshare(0x00020000) != 0:  # CLONE_NEWNS
             return 'cannot unshare'
-        for command in (['mount', '--make-rprivate', '/'],
-                        ['mount', '-t', 'tmpfs', 'tmpfs', str(hidden)]):
+        for command in (
+            ['mount', '--make-rprivate', '/'],
+            ['mount', '-t', 'tmpfs', 'tmpfs', str(hidden)],
+        ):
             if subprocess.run(command, capture_output=True).returncode:
                 return 'cannot mount'
     merge(inputs, weights, root)

@@ -56,13 +56,16 @@ def copied(source, target):
 # --- weights
 
 
-@pytest.mark.parametrize('style, expected', [
-    ('linear', [1 / 3, 1 / 3, 1 / 3]),
-    ('minus-sqrt', [0.577350, 0.239146, 0.183503]),
-    ('minus-sqrt__reverse', [0.183503, 0.239146, 0.577350]),
-    ('cosine', [0.25, 0.5, 0.25]),
-    ('inverse-sqrt', [2 - math.sqrt(2), math.sqrt(2) - 2 / math.sqrt(3), 2 / math.sqrt(3) - 1]),
-])
+@pytest.mark.parametrize(
+    'style, expected',
+    [
+        ('linear', [1 / 3, 1 / 3, 1 / 3]),
+        ('minus-sqrt', [0.577350, 0.239146, 0.183503]),
+        ('minus-sqrt__reverse', [0.183503, 0.239146, 0.577350]),
+        ('cosine', [0.25, 0.5, 0.25]),
+        ('inverse-sqrt', [2 - math.sqrt(2), math.sqrt(2) - 2 / math.sqrt(3), 2 / math.sqrt(3) - 1]),
+    ],
+)
 def test_schedules_of_three(style, expected):
     weights = checkpoint_coefficients([300, 100, 200], style)
     assert list(weights) == [100, 200, 300]
@@ -72,7 +75,11 @@ def test_schedules_of_three(style, expected):
 def test_schedule_of_five_and_of_one():
     weights = checkpoint_coefficients(range(5), 'minus-sqrt')
     assert [round(w, 6) for w in weights.values()] == [
-        0.447214, 0.185242, 0.142141, 0.119831, 0.105573
+        0.447214,
+        0.185242,
+        0.142141,
+        0.119831,
+        0.105573,
     ]
     for style in ('linear', 'minus-sqrt', 'cosine', 'inverse-sqrt'):
         assert checkpoint_coefficients([7], style) == {7: 1.0}
@@ -90,10 +97,17 @@ def test_scramble_is_a_permutation_fixed_by_its_seed():
     assert sorted(one.values()) == sorted(plain.values())
 
 
-@pytest.mark.parametrize('iterations, style', [
-    ([1, 1], 'linear'), ([], 'linear'), ([1], 'sqrt'), ([1], 'linear__twice'), ([1], 'linear__'),
-    ([1], 'linear__reverse__scramble'),
-])
+@pytest.mark.parametrize(
+    'iterations, style',
+    [
+        ([1, 1], 'linear'),
+        ([], 'linear'),
+        ([1], 'sqrt'),
+        ([1], 'linear__twice'),
+        ([1], 'linear__'),
+        ([1], 'linear__reverse__scramble'),
+    ],
+)
 def test_impossible_schedules(iterations, style):
     with pytest.raises(ValueError):
         checkpoint_coefficients(iterations, style)
@@ -152,9 +166,7 @@ def test_inputs_of_different_dtype_need_an_explicit_one(tmp_path):
     with pytest.raises(CheckpointError, match='dtype torch.bfloat16, expected torch.float32'):
         merge(paths, [0.5, 0.5], tmp_path / 'out')
     merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype='bfloat16', verify=True)
-    assert_same(
-        load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5], torch.bfloat16)
-    )
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5], torch.bfloat16))
 
 
 def test_one_checkpoint_with_weight_one_comes_back(run, out):
@@ -175,12 +187,16 @@ def test_merging_its_own_balanced_output_again(run, tmp_path):
 def test_scalars_empty_and_strided_tensors(tmp_path):
     """What a plain DCP save can hold besides: read through torch.load where it isn't plain."""
     paths = []
-    models = [{
-        'model.scalar': torch.tensor(1.5 + s), 'model0.empty': torch.empty(0, 4),
-        'model12.strided': torch.arange(30.0).view(5, 6).t() * (s + 1),
-        'decoder.double': torch.randn(7, dtype=torch.float64),
-        'mtp.fp8': torch.arange(8.0).mul(s + 1).to(torch.float8_e4m3fn),
-    } for s in range(3)]
+    models = [
+        {
+            'model.scalar': torch.tensor(1.5 + s),
+            'model0.empty': torch.empty(0, 4),
+            'model12.strided': torch.arange(30.0).view(5, 6).t() * (s + 1),
+            'decoder.double': torch.randn(7, dtype=torch.float64),
+            'mtp.fp8': torch.arange(8.0).mul(s + 1).to(torch.float8_e4m3fn),
+        }
+        for s in range(3)
+    ]
     for index, model in enumerate(models):
         path = tmp_path / f'{index}'
         dcp.save(model, checkpoint_id=path, no_dist=True)
@@ -200,8 +216,11 @@ def test_differing_layouts_need_allow_reshard(tmp_path):
     models = [model_tensors(s) for s in range(3)]
     layouts = [
         LAYOUT,
-        {'decoder.layers.self_attention.linear_qkv.weight': (2, 3), 'output_layer.weight': (1, 2),
-         'embedding.word_embeddings.weight': (1, 4)},
+        {
+            'decoder.layers.self_attention.linear_qkv.weight': (2, 3),
+            'output_layer.weight': (1, 2),
+            'embedding.word_embeddings.weight': (1, 4),
+        },
         {},
     ]
     paths = [
@@ -231,8 +250,10 @@ def cli(*arguments):
 def test_manual_mode_with_colons_in_a_path_and_a_root(run, tmp_path, capsys):
     root, paths, models = run
     odd = copied(paths[0], tmp_path / 'a:0.5:b')
-    assert cli('--merge-inputs', f'{odd}:0.25', f'{root}:0.75', '--merge-output',
-               tmp_path / 'out') == 0
+    assert (
+        cli('--merge-inputs', f'{odd}:0.25', f'{root}:0.75', '--merge-output', tmp_path / 'out')
+        == 0
+    )
     assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[4]], [0.25, 0.75]))
     assert not (tmp_path / 'latest_checkpointed_iteration.txt').exists()
     assert 'warning' not in capsys.readouterr().out
@@ -250,8 +271,21 @@ def test_weights_are_used_exactly_with_a_warning_or_normalised(run, tmp_path, ca
 
 def test_range_mode(run, tmp_path, capsys):
     root, _, models = run
-    assert cli('--merge-inputs', root, '--start-checkpoint', 150, '--end-checkpoint', 400,
-               '--merge-style', 'minus-sqrt', '--merge-output', tmp_path) == 0
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            150,
+            '--end-checkpoint',
+            400,
+            '--merge-style',
+            'minus-sqrt',
+            '--merge-output',
+            tmp_path,
+        )
+        == 0
+    )
     out = tmp_path / 'iter_0000400'
     weights = list(checkpoint_coefficients([200, 300, 400], 'minus-sqrt').values())
     assert_same(load_tensors(out), plain_merge(models[1:4], weights))
@@ -268,35 +302,88 @@ def test_range_mode(run, tmp_path, capsys):
 
 def test_range_interval_walks_back_from_the_end(run, tmp_path):
     root, _, models = run
-    assert cli('--merge-inputs', root, '--start-checkpoint', 0, '--end-checkpoint', 500,
-               '--min-iteration-interval', 150, '--min-checkpoints', 3,
-               '--merge-output', tmp_path / 'iter_0000007', '--output-iteration', 7) == 0
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            0,
+            '--end-checkpoint',
+            500,
+            '--min-iteration-interval',
+            150,
+            '--min-checkpoints',
+            3,
+            '--merge-output',
+            tmp_path / 'iter_0000007',
+            '--output-iteration',
+            7,
+        )
+        == 0
+    )
     kept = [models[0], models[2], models[4]]
     assert_same(load_tensors(tmp_path / 'iter_0000007'), plain_merge(kept, [1 / 3] * 3))
     assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7'
 
 
-@pytest.mark.parametrize('name, text', [
-    ('w.json', '{"100": 0.75, "200": 0.25}'), ('w.yaml', '100: 0.75\n200: 0.25\n'),
-])
+@pytest.mark.parametrize(
+    'name, text',
+    [
+        ('w.json', '{"100": 0.75, "200": 0.25}'),
+        ('w.yaml', '100: 0.75\n200: 0.25\n'),
+    ],
+)
 def test_coefficients_file(run, tmp_path, name, text):
     root, _, models = run
     (tmp_path / name).write_text(text)
-    assert cli('--merge-inputs', root, '--start-checkpoint', 100, '--end-checkpoint', 200,
-               '--coefficients', tmp_path / name, '--merge-output', tmp_path / 'out') == 0
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            100,
+            '--end-checkpoint',
+            200,
+            '--coefficients',
+            tmp_path / name,
+            '--merge-output',
+            tmp_path / 'out',
+        )
+        == 0
+    )
     assert_same(load_tensors(tmp_path / 'out/iter_0000200'), plain_merge(models[:2], [0.75, 0.25]))
 
 
-@pytest.mark.parametrize('text, message', [
-    ('{"100": 0.75}', 'without a weight: [200]'), ('{"100": 1, "200": 1, "3": 1}', 'not in the'),
-    ('[1]', 'holds list'), ('{', 'no JSON'), ('{"100": "x", "200": 1}', 'expected an iteration'),
-    ('{"100": 1, "100": 2, "200": 1}', '100 twice'), ('{"100": NaN, "200": 1}', 'not finite'),
-    ('{"100": true, "200": 1}', 'expected an iteration'),
-])
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('{"100": 0.75}', 'without a weight: [200]'),
+        ('{"100": 1, "200": 1, "3": 1}', 'not in the'),
+        ('[1]', 'holds list'),
+        ('{', 'no JSON'),
+        ('{"100": "x", "200": 1}', 'expected an iteration'),
+        ('{"100": 1, "100": 2, "200": 1}', '100 twice'),
+        ('{"100": NaN, "200": 1}', 'not finite'),
+        ('{"100": true, "200": 1}', 'expected an iteration'),
+    ],
+)
 def test_coefficients_file_that_is_wrong(run, tmp_path, capsys, text, message):
     (tmp_path / 'w.json').write_text(text)
-    assert cli('--merge-inputs', run[0], '--start-checkpoint', 100, '--end-checkpoint', 200,
-               '--coefficients', tmp_path / 'w.json', '--merge-output', tmp_path / 'out') == 1
+    assert (
+        cli(
+            '--merge-inputs',
+            run[0],
+            '--start-checkpoint',
+            100,
+            '--end-checkpoint',
+            200,
+            '--coefficients',
+            tmp_path / 'w.json',
+            '--merge-output',
+            tmp_path / 'out',
+        )
+        == 1
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / 'out').exists()
 
@@ -304,8 +391,20 @@ def test_coefficients_file_that_is_wrong(run, tmp_path, capsys, text, message):
 def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, capsys):
     root, paths, _ = run
     before = tree(tmp_path)
-    assert cli('--merge-inputs', f'{paths[0]}:0.5', f'{paths[1]}:0.5', '--dry-run', '--verify',
-               '--merge-output', tmp_path / 'deep/out', '--output-iteration', 5) == 0
+    assert (
+        cli(
+            '--merge-inputs',
+            f'{paths[0]}:0.5',
+            f'{paths[1]}:0.5',
+            '--dry-run',
+            '--verify',
+            '--merge-output',
+            tmp_path / 'deep/out',
+            '--output-iteration',
+            5,
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     for part in (str(paths[1]), 'weight 0.5', '6 tensors', 'deep/out/iter_0000005', 'to read by 1'):
         assert part in text
@@ -314,8 +413,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, capsys):
 
 def test_report_and_its_json(run, tmp_path, capsys):
     _, paths, _ = run
-    assert cli('--merge-inputs', f'{paths[0]}:0.5', f'{paths[1]}:0.5', '--merge-output',
-               tmp_path / 'out', '--report-json', tmp_path / 'r.json') == 0
+    assert (
+        cli(
+            '--merge-inputs',
+            f'{paths[0]}:0.5',
+            f'{paths[1]}:0.5',
+            '--merge-output',
+            tmp_path / 'out',
+            '--report-json',
+            tmp_path / 'r.json',
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     for part in ('discovery', 'load', 'accumulate', 'save', 'peak host memory', '/s, wrote'):
         assert part in text
@@ -336,16 +445,39 @@ def test_byte_accounting(run, out, accounting):
     )
 
 
-@pytest.mark.parametrize('arguments', [
-    [], ['--merge-inputs', 'a:1'], ['--merge-output', 'o'],
-    ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'sqrt'],
-    ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'linear'],
-    ['--merge-inputs', 'a', 'b', '--merge-output', 'o', '--start-checkpoint', '1',
-     '--end-checkpoint', '2'],
-    ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', '1',
-     '--end-checkpoint', '2', '--normalize'],
-    ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
-])
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        [],
+        ['--merge-inputs', 'a:1'],
+        ['--merge-output', 'o'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'sqrt'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'linear'],
+        [
+            '--merge-inputs',
+            'a',
+            'b',
+            '--merge-output',
+            'o',
+            '--start-checkpoint',
+            '1',
+            '--end-checkpoint',
+            '2',
+        ],
+        [
+            '--merge-inputs',
+            'a',
+            '--merge-output',
+            'o',
+            '--start-checkpoint',
+            '1',
+            '--end-checkpoint',
+            '2',
+            '--normalize',
+        ],
+        ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
+    ],
+)
 def test_wrong_usage_exits_with_2(arguments):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -360,12 +492,21 @@ def test_help_is_complete(capsys):
         assert part in text
 
 
-@pytest.mark.parametrize('extra, message', [
-    (['--start-checkpoint', 300, '--end-checkpoint', 200], 'lies after'),
-    (['--start-checkpoint', 100, '--end-checkpoint', 250], 'no checkpoint of iteration 250; found'),
-    (['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2], 'asks for 2'),
-    (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
-])
+@pytest.mark.parametrize(
+    'extra, message',
+    [
+        (['--start-checkpoint', 300, '--end-checkpoint', 200], 'lies after'),
+        (
+            ['--start-checkpoint', 100, '--end-checkpoint', 250],
+            'no checkpoint of iteration 250; found',
+        ),
+        (
+            ['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2],
+            'asks for 2',
+        ),
+        (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
+    ],
+)
 def test_ranges_that_are_wrong(run, tmp_path, capsys, extra, message):
     assert cli('--merge-inputs', run[0], *extra, '--merge-output', tmp_path / 'out') == 1
     error = capsys.readouterr().err
@@ -471,8 +612,9 @@ def test_extra_state_comes_from_the_chosen_input(tmp_path):
         return torch.load(found[f'{key}/shard_0_1'], weights_only=True)
 
     for index, expected in ((None, b'zero'), (0, b'zero'), (1, b'one')):
-        out = merge(paths, [0.5, 0.5], tmp_path / f'out{index}',
-                    extra_state_source_index=index).output_dir
+        out = merge(
+            paths, [0.5, 0.5], tmp_path / f'out{index}', extra_state_source_index=index
+        ).output_dir
         assert stored(out) == [expected]
     with pytest.raises(CheckpointError, match='expected 0 to 1'):
         merge(paths, [0.5, 0.5], tmp_path / 'x', extra_state_source_index=2)
@@ -501,10 +643,17 @@ def test_nonfinite_inputs(tmp_path, value):
     assert int((~torch.isfinite(found)).sum()) == 1 and not math.isfinite(found[77, 5])
 
 
-@pytest.mark.parametrize('value, weights, save', [
-    (6e4, [2, 0], 'float16'), (-7e4, [1, 0], 'float16'), (3e38, [2, 0], 'same'),
-    (3e38, [2, -1], 'same'), (3.397e38, [1, 0], 'bfloat16'), (3e38, [1.2, 0], 'float32'),
-])
+@pytest.mark.parametrize(
+    'value, weights, save',
+    [
+        (6e4, [2, 0], 'float16'),
+        (-7e4, [1, 0], 'float16'),
+        (3e38, [2, 0], 'same'),
+        (3e38, [2, -1], 'same'),
+        (3.397e38, [1, 0], 'bfloat16'),
+        (3e38, [1.2, 0], 'float32'),
+    ],
+)
 def test_overflow_of_merge_or_cast_ends_the_run(tmp_path, value, weights, save):
     bad, _ = with_value(tmp_path, 'bad', value, torch.float32)
     good = write_checkpoint(tmp_path / 'good', model_tensors(4, torch.float32))
@@ -521,15 +670,22 @@ def test_large_but_representable_values_pass(tmp_path):
     merge(paths, [0.5, 0.5], tmp_path / 'out', verify=True)
 
 
-@pytest.mark.parametrize('weights, options, message', [
-    ([math.nan, 1], {}, 'not finite'), ([math.inf, 1], {}, 'not finite'),
-    ([1e39, 1], {}, 'not finite in fp32'), ([1, -1], {'normalize': True}, 'positive sum'),
-    ([-1, -2], {'normalize': True}, 'positive sum'), ([1], {}, '2 checkpoints, but 1 weights'),
-    ([1, 1], {'save_dtype': 'int8'}, 'save dtype'), ([1, 1], {'byte_accounting': 'x'}, 'byte acc'),
-    ([1, 1], {'keep_fp32': ['*']}, 'no effect'),
-    ([1, 1], {'keep_fp32': ['*.bais'], 'save_dtype': 'bfloat16'}, 'matches none'),
-    ([1, 1], {'output_iteration': -1}, 'expected 0 or more'),
-])
+@pytest.mark.parametrize(
+    'weights, options, message',
+    [
+        ([math.nan, 1], {}, 'not finite'),
+        ([math.inf, 1], {}, 'not finite'),
+        ([1e39, 1], {}, 'not finite in fp32'),
+        ([1, -1], {'normalize': True}, 'positive sum'),
+        ([-1, -2], {'normalize': True}, 'positive sum'),
+        ([1], {}, '2 checkpoints, but 1 weights'),
+        ([1, 1], {'save_dtype': 'int8'}, 'save dtype'),
+        ([1, 1], {'byte_accounting': 'x'}, 'byte acc'),
+        ([1, 1], {'keep_fp32': ['*']}, 'no effect'),
+        ([1, 1], {'keep_fp32': ['*.bais'], 'save_dtype': 'bfloat16'}, 'matches none'),
+        ([1, 1], {'output_iteration': -1}, 'expected 0 or more'),
+    ],
+)
 def test_wrong_weights_and_options(run, out, weights, options, message):
     with pytest.raises(ValueError, match=message):
         merge(run[1][:2], weights, out, **options)

@@ -47,9 +47,12 @@ def test_same_bits_on_any_number_of_ranks(run, tmp_path, size):
         assert_same(load_tensors(out), expected)
         assert (tmp_path / f'{index}/latest_checkpointed_iteration.txt').read_text() == '5'
         assert bytes_read == alone.bytes_read
-        assert bytes_written == sum(file.stat().st_size for file in out.iterdir()) - (
-            (out / 'integrity.json').stat().st_size if index == 2 else 0
-        ) or index == 2
+        assert (
+            bytes_written
+            == sum(file.stat().st_size for file in out.iterdir())
+            - ((out / 'integrity.json').stat().st_size if index == 2 else 0)
+            or index == 2
+        )
         assert len({file.name[:4] for file in out.glob('*.distcp')}) == size
     balanced, plain = found[0][1][1], found[0][0][1]
     assert max(balanced) - min(balanced) <= max(plain) - min(plain)
@@ -104,10 +107,22 @@ def test_an_error_on_one_rank_is_everyones(run, tmp_path):
 def test_torchrun(run, tmp_path):
     pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
     done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',
-         str(REPOSITORY / 'tools/checkpoint/weighted_merge.py'), '--merge-inputs', *pairs,
-         '--merge-output', str(tmp_path / 'out')],
-        capture_output=True, text=True, timeout=300, env={**os.environ, 'OMP_NUM_THREADS': '1'},
+        [
+            sys.executable,
+            '-m',
+            'torch.distributed.run',
+            '--standalone',
+            '--nproc-per-node=2',
+            str(REPOSITORY / 'tools/checkpoint/weighted_merge.py'),
+            '--merge-inputs',
+            *pairs,
+            '--merge-output',
+            str(tmp_path / 'out'),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('merged 3 checkpoints') == 1 and 'by 2 ranks' in done.stdout

@@ -22,9 +22,13 @@ KINDS = {
     'gpt': lambda: session.gpt(bf16=True),
     'gpt-fp32-untied': lambda: session.gpt(tied=False),
     'gated': lambda: session.gpt(bf16=True, gated_linear_unit=True, add_bias_linear=False),
-    'moe': lambda: session.gpt(bf16=True, num_moe_experts=4, moe_router_load_balancing_type='none',
-                               moe_router_score_function='sigmoid',
-                               moe_router_enable_expert_bias=True),
+    'moe': lambda: session.gpt(
+        bf16=True,
+        num_moe_experts=4,
+        moe_router_load_balancing_type='none',
+        moe_router_score_function='sigmoid',
+        moe_router_enable_expert_bias=True,
+    ),
     'hybrid': lambda: session.hybrid('M*-M*-', bf16=True),
 }
 
@@ -45,13 +49,19 @@ def randomise(model, seed):
 def values(model):
     return {
         key: value.detach().clone()
-        for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+        for key, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
     }
 
 
-@pytest.mark.parametrize('kind, prefix', [
-    *((kind, '') for kind in KINDS), ('gpt', 'model.'), ('hybrid', 'model0.'),
-])
+@pytest.mark.parametrize(
+    'kind, prefix',
+    [
+        *((kind, '') for kind in KINDS),
+        ('gpt', 'model.'),
+        ('hybrid', 'model0.'),
+    ],
+)
 def test_models_written_merged_and_loaded(tmp_path, kind, prefix):
     with session.model_parallel():
         model = unwrapped(KINDS[kind]()[0])
@@ -68,7 +78,8 @@ def test_models_written_merged_and_loaded(tmp_path, kind, prefix):
         result = merge(paths, WEIGHTS, tmp_path / 'out', 1, verify=True)
         randomise(model, 99)
         loaded = dist_checkpointing.load(
-            {'model': model.sharded_state_dict(prefix=prefix)}, str(result.output_dir),
+            {'model': model.sharded_state_dict(prefix=prefix)},
+            str(result.output_dir),
             strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL,
         )
         state = {key.removeprefix(prefix): value for key, value in loaded['model'].items()}
@@ -79,8 +90,9 @@ def test_models_written_merged_and_loaded(tmp_path, kind, prefix):
     assert_same(found, expected)
     if kind == 'moe':
         assert any(value.dtype == torch.float32 for value in expected.values())
-        merge(paths, WEIGHTS, tmp_path / 'narrow', save_dtype='bfloat16',
-              keep_fp32=['*expert_bias'])
+        merge(
+            paths, WEIGHTS, tmp_path / 'narrow', save_dtype='bfloat16', keep_fp32=['*expert_bias']
+        )
     one = merge(paths[:1], [1.0], tmp_path / 'one').output_dir
     assert_same(load_tensors(one), load_tensors(paths[0]))
 
@@ -91,8 +103,17 @@ def test_a_training_checkpoint_needs_model_only(tmp_path, capsys):
         for iteration in (1, 2):
             run.train(1)
             run.save(tmp_path / f'iter_{iteration:07d}')
-    arguments = ['--merge-inputs', str(tmp_path), '--start-checkpoint', '1', '--end-checkpoint',
-                 '2', '--merge-output', str(tmp_path / 'out'), '--verify']
+    arguments = [
+        '--merge-inputs',
+        str(tmp_path),
+        '--start-checkpoint',
+        '1',
+        '--end-checkpoint',
+        '2',
+        '--merge-output',
+        str(tmp_path / 'out'),
+        '--verify',
+    ]
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert 'training state (optimizer' in error and '--model-only' in error
@@ -110,16 +131,60 @@ def test_a_merged_checkpoint_loads_in_a_real_run(tmp_path, monkeypatch):
     for name in ('FLASH', 'FUSED', 'UNFUSED'):  # set by models built in this process
         monkeypatch.delenv(f'NVTE_{name}_ATTN', raising=False)
     pretrain = 'tests.cpu_megatron.pretrain'
-    torchrun(1, pretrain, 'gpt', '--save', str(tmp_path / 'run'), '--save-interval', '2',
-             '--train-iters', '4', '--ckpt-format', 'torch_dist')
-    assert main(['--merge-inputs', str(tmp_path / 'run'), '--start-checkpoint', '2',
-                 '--end-checkpoint', '4', '--merge-style', 'minus-sqrt', '--model-only',
-                 '--merge-output', str(tmp_path / 'merged')]) == 0
+    torchrun(
+        1,
+        pretrain,
+        'gpt',
+        '--save',
+        str(tmp_path / 'run'),
+        '--save-interval',
+        '2',
+        '--train-iters',
+        '4',
+        '--ckpt-format',
+        'torch_dist',
+    )
+    assert (
+        main(
+            [
+                '--merge-inputs',
+                str(tmp_path / 'run'),
+                '--start-checkpoint',
+                '2',
+                '--end-checkpoint',
+                '4',
+                '--merge-style',
+                'minus-sqrt',
+                '--model-only',
+                '--merge-output',
+                str(tmp_path / 'merged'),
+            ]
+        )
+        == 0
+    )
     # a learning rate of zero: what is dumped after a step is what was loaded
-    torchrun(1, pretrain, 'gpt', '--load', str(tmp_path / 'merged'), '--no-load-optim',
-             '--no-load-rng', '--train-iters', '5', '--lr', '0', '--min-lr', '0',
-             '--ckpt-format', 'torch_dist', '--override-opt_param-scheduler',
-             '--cpu-log', str(tmp_path / 'log'), '--cpu-dump', str(tmp_path / 'dump'))
+    torchrun(
+        1,
+        pretrain,
+        'gpt',
+        '--load',
+        str(tmp_path / 'merged'),
+        '--no-load-optim',
+        '--no-load-rng',
+        '--train-iters',
+        '5',
+        '--lr',
+        '0',
+        '--min-lr',
+        '0',
+        '--ckpt-format',
+        'torch_dist',
+        '--override-opt_param-scheduler',
+        '--cpu-log',
+        str(tmp_path / 'log'),
+        '--cpu-dump',
+        str(tmp_path / 'dump'),
+    )
     first = json.loads((tmp_path / 'log').read_text().splitlines()[0])
     assert first['iteration'] == 5
     dumped = torch.load(tmp_path / 'dump.0')['model']

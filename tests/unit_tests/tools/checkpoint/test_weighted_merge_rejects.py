@@ -113,13 +113,21 @@ def test_bytes_outside_the_model(good, tmp_path):
     refused(good, bad, tmp_path, 'notes', 'outside the model')
 
 
-@pytest.mark.parametrize('key', [
-    'optimizer.state.exp_avg.decoder.w', 'optimizer.state.fp32_param.output_layer.weight',
-    'chained_0.optimizer.state.exp_avg.decoder.w', 'optimizer.distributed.dp_group_idx_0.x',
-])
+@pytest.mark.parametrize(
+    'key',
+    [
+        'optimizer.state.exp_avg.decoder.w',
+        'optimizer.state.fp32_param.output_layer.weight',
+        'chained_0.optimizer.state.exp_avg.decoder.w',
+        'optimizer.distributed.dp_group_idx_0.x',
+    ],
+)
 def test_training_state_is_refused_by_name_and_left_unread_on_request(good, tmp_path, key):
-    bad = variant(tmp_path, lambda m: m.update({key: torch.full((5,), torch.nan)}),
-                  extra={**EXTRA, 'rng_state': b'rng', 'rerun_state_machine_state': b'r'})
+    bad = variant(
+        tmp_path,
+        lambda m: m.update({key: torch.full((5,), torch.nan)}),
+        extra={**EXTRA, 'rng_state': b'rng', 'rerun_state_machine_state': b'r'},
+    )
     refused(good, bad, tmp_path, 'training state', key, '--model-only')
     result = merge([bad, good], [0.5, 0.5], tmp_path / 'out', model_only=True)
     assert result.left_out == 3
@@ -173,12 +181,21 @@ def untyped(metadata):
     metadata.state_dict_metadata[QKV] = BytesStorageMetadata()
 
 
-@pytest.mark.parametrize('change, part', [
-    (move_chunk, 'stored twice'), (drop_chunk, 'chunks cover'), (widen_chunk, 'chunks overlap'),
-    (overlong_chunk, 'lies outside the tensor'), (lose_storage, 'no storage for'),
-    (point_outside, 'outside the checkpoint'), (beyond_the_end, 'truncated'),
-    (negative, 'negative'), (transformed, 'expected plain'), (untyped, 'expected a tensor'),
-])
+@pytest.mark.parametrize(
+    'change, part',
+    [
+        (move_chunk, 'stored twice'),
+        (drop_chunk, 'chunks cover'),
+        (widen_chunk, 'chunks overlap'),
+        (overlong_chunk, 'lies outside the tensor'),
+        (lose_storage, 'no storage for'),
+        (point_outside, 'outside the checkpoint'),
+        (beyond_the_end, 'truncated'),
+        (negative, 'negative'),
+        (transformed, 'expected plain'),
+        (untyped, 'expected a tensor'),
+    ],
+)
 def test_metadata_that_can_not_be_true(good, tmp_path, change, part):
     bad = damaged(good, tmp_path, change)
     shutil.copytree(good, tmp_path / 'other')
@@ -211,18 +228,31 @@ def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
     for iteration in (1, 2, 3):
         shutil.copytree(good, tmp_path / f'root/iter_000000{iteration}')
     (tmp_path / 'root/iter_0000002/.metadata').unlink()
-    arguments = ['--merge-inputs', str(tmp_path / 'root'), '--end-checkpoint', '3',
-                 '--merge-output', str(tmp_path / 'out'), '--start-checkpoint']
+    arguments = [
+        '--merge-inputs',
+        str(tmp_path / 'root'),
+        '--end-checkpoint',
+        '3',
+        '--merge-output',
+        str(tmp_path / 'out'),
+        '--start-checkpoint',
+    ]
     assert main([*arguments, '1']) == 1
     assert 'iter_0000002/.metadata' in capsys.readouterr().err
     assert main([*arguments, '3']) == 0  # out of the range it doesn't matter
 
 
-@pytest.mark.parametrize('config, part', [
-    ({'sharded_backend': 'fsdp_dtensor'}, 'fsdp_dtensor'), ({'sharded_backend': 'zarr'}, 'zarr'),
-    ({}, 'None'), ([], 'None'), ('text', 'no readable JSON'),
-    ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
-])
+@pytest.mark.parametrize(
+    'config, part',
+    [
+        ({'sharded_backend': 'fsdp_dtensor'}, 'fsdp_dtensor'),
+        ({'sharded_backend': 'zarr'}, 'zarr'),
+        ({}, 'None'),
+        ([], 'None'),
+        ('text', 'no readable JSON'),
+        ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
+    ],
+)
 def test_other_formats(good, tmp_path, config, part):
     bad = tmp_path / 'bad'
     shutil.copytree(good, bad)
@@ -231,10 +261,14 @@ def test_other_formats(good, tmp_path, config, part):
     refused(good, bad, tmp_path, part)
 
 
-@pytest.mark.parametrize('name, part', [
-    ('mp_rank_00/model_optim_rng.pt', 'legacy'), ('model.safetensors', 'Hugging Face'),
-    ('pytorch_model.bin', 'not a checkpoint'),
-])
+@pytest.mark.parametrize(
+    'name, part',
+    [
+        ('mp_rank_00/model_optim_rng.pt', 'legacy'),
+        ('model.safetensors', 'Hugging Face'),
+        ('pytorch_model.bin', 'not a checkpoint'),
+    ],
+)
 def test_other_kinds_of_checkpoint(good, tmp_path, name, part):
     file = tmp_path / 'bad' / name
     file.parent.mkdir(parents=True)
@@ -244,6 +278,7 @@ def test_other_kinds_of_checkpoint(good, tmp_path, name, part):
 
 def test_a_chunk_that_is_not_what_the_metadata_says(good, tmp_path):
     """Found while merging, since only the chunk itself tells: nothing is published either."""
+
     def lie(metadata):
         entry = metadata.state_dict_metadata['output_layer.weight']
         entry.size = torch.Size((24, 131))
@@ -253,9 +288,7 @@ def test_a_chunk_that_is_not_what_the_metadata_says(good, tmp_path):
         for index in list(metadata.storage_data):
             if index.fqn == 'output_layer.weight':
                 info = metadata.storage_data.pop(index)
-                metadata.storage_data[
-                    type(index)(index.fqn, tuple(index.offset)[::-1])
-                ] = info
+                metadata.storage_data[type(index)(index.fqn, tuple(index.offset)[::-1])] = info
 
     bad = damaged(good, tmp_path, lie)
     with pytest.raises(CheckpointError, match='output_layer.weight: holds .* the metadata says'):
@@ -266,5 +299,5 @@ def test_a_chunk_that_is_not_what_the_metadata_says(good, tmp_path):
 def test_nothing_to_merge(good, tmp_path):
     with pytest.raises(CheckpointError, match='no checkpoints'):
         merge([], [], tmp_path / 'out')
-    with pytest.raises(CheckpointError, match='doesn\'t exist'):
+    with pytest.raises(CheckpointError, match="doesn't exist"):
         merge([tmp_path / 'nowhere'], [1], tmp_path / 'out')

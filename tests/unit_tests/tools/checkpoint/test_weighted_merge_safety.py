@@ -36,8 +36,16 @@ from tools.checkpoint.weighted_merge import main
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 RANDOM_KILLS = int(os.environ.get('WEIGHTED_MERGE_KILLS', '50'))
-STEPS = ['staged', 'written', 'completed', 'synced', 'renamed 1', 'unmarked', 'tracker staged',
-         'tracked']
+STEPS = [
+    'staged',
+    'written',
+    'completed',
+    'synced',
+    'renamed 1',
+    'unmarked',
+    'tracker staged',
+    'tracked',
+]
 REPOSITORY = Path(__file__).resolve().parents[4]
 WEIGHTS = [0.5, 0.3, 0.2]
 
@@ -74,9 +82,14 @@ def hostile_checkpoint(directory, where, proof):
     return directory
 
 
-@pytest.mark.parametrize('where, file', [
-    ('metadata', r'\.metadata'), ('legacy', r'common\.pt'), ('embedded', 'common_state'),
-])
+@pytest.mark.parametrize(
+    'where, file',
+    [
+        ('metadata', r'\.metadata'),
+        ('legacy', r'common\.pt'),
+        ('embedded', 'common_state'),
+    ],
+)
 def test_hostile_checkpoints_run_nothing_unless_trusted(tmp_path, where, file, capsys):
     proof = tmp_path / 'code-has-run'
     bad = hostile_checkpoint(tmp_path / 'bad', where, proof)
@@ -228,8 +241,9 @@ def test_signals_leave_nothing(run, tmp_path, signum, when):
             right = accumulate.ChunkMerger.merge
             accumulate.ChunkMerger.merge = lambda *a: (stop(), right(*a))
         pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
-        return main(['--merge-inputs', *pairs, '--merge-output', str(root),
-                     '--output-iteration', '7'])
+        return main(
+            ['--merge-inputs', *pairs, '--merge-output', str(root), '--output-iteration', '7']
+        )
 
     _, status = os.waitpid(forked(action), 0)
     assert os.WEXITSTATUS(status) == 128 + signum
@@ -244,7 +258,8 @@ def small_tmpfs(directory, size):
     directory.mkdir(exist_ok=True)
     mounted = subprocess.run(
         ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(directory)],
-        capture_output=True, text=True,
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f'no tmpfs can be mounted here: {mounted.stderr.strip()}')
@@ -295,9 +310,7 @@ def test_read_errors(run, tmp_path, monkeypatch, capfd):
 
 def test_file_that_shrinks_while_merging(run, tmp_path, monkeypatch):
     right = os.preadv
-    monkeypatch.setattr(
-        os, 'preadv', lambda d, b, o: 0 if o > 20000 else right(d, b, o)
-    )
+    monkeypatch.setattr(os, 'preadv', lambda d, b, o: 0 if o > 20000 else right(d, b, o))
     with pytest.raises(CheckpointError, match='ends at .*, expected data up to'):
         merge(run[0], WEIGHTS, tmp_path / 'out')
     assert list(tmp_path.iterdir()) == []
@@ -375,16 +388,28 @@ def test_memory_is_bounded_under_an_address_space_limit(tmp_path):
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
         model = {
-            f'decoder.layers.{i}.weight': torch.randn(chunk // 2048, 1024, generator=generator)
-            .bfloat16() for i in range(12)
+            f'decoder.layers.{i}.weight': torch.randn(
+                chunk // 2048, 1024, generator=generator
+            ).bfloat16()
+            for i in range(12)
         }
         paths.append(tmp_path / str(seed))
         dcp.save(model, checkpoint_id=paths[-1], no_dist=True)
         (paths[-1] / 'metadata.json').write_text('{"sharded_backend": "torch_dist"}')
     done = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-c', _MEMORY_SCRIPT, str(chunk), str(tmp_path / 'out'),
-         *map(str, paths)],
-        cwd=REPOSITORY, capture_output=True, text=True,
+        [
+            sys.executable,
+            '-W',
+            'ignore',
+            '-c',
+            _MEMORY_SCRIPT,
+            str(chunk),
+            str(tmp_path / 'out'),
+            *map(str, paths),
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
         env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -20,19 +20,44 @@ def checkpoint(path):
     return path
 
 
-@pytest.mark.parametrize('text, expected', [
-    ('100', 100), ('100\n', 100), ('100\r\n', 100), (' 100 ', 100), ('0', 0),
-    ('release', 'release'), ('release\n', 'release'), ('0000012', 12),
-])
+@pytest.mark.parametrize(
+    'text, expected',
+    [
+        ('100', 100),
+        ('100\n', 100),
+        ('100\r\n', 100),
+        (' 100 ', 100),
+        ('0', 0),
+        ('release', 'release'),
+        ('release\n', 'release'),
+        ('0000012', 12),
+    ],
+)
 def test_tracker_as_megatron_reads_it(tmp_path, text, expected):
     (tmp_path / TRACKER_NAME).write_bytes(text.encode())
     assert read_tracker(tmp_path) == expected
 
 
-@pytest.mark.parametrize('data', [
-    b'', b' \r\n', b'1 00', b'+5', b'-5', b'1_000', b'1.0', b'1e3', b'latest', b'Release',
-    b'100 release', b'100\n200', '\u0661\u0662'.encode(), b'\xff\xfe1\x000\x00', b'\0' * 8,
-])
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'',
+        b' \r\n',
+        b'1 00',
+        b'+5',
+        b'-5',
+        b'1_000',
+        b'1.0',
+        b'1e3',
+        b'latest',
+        b'Release',
+        b'100 release',
+        b'100\n200',
+        '\u0661\u0662'.encode(),
+        b'\xff\xfe1\x000\x00',
+        b'\0' * 8,
+    ],
+)
 def test_tracker_with_anything_else_is_named(tmp_path, data):
     (tmp_path / TRACKER_NAME).write_bytes(data)
     with pytest.raises(CheckpointError, match=f'{TRACKER_NAME}: holds .*expected one integer'):
@@ -47,11 +72,21 @@ def test_tracker_missing_or_pointing_nowhere(tmp_path):
         resolve_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize('name, iteration', [
-    ('iter_0000100', 100), ('iter_0000000', 0), ('iter_12345678', 12345678), ('iter_100', None),
-    ('iter_00000100', None), ('iter_0000100.tmp', None), ('.iter_0000100', None),
-    ('iter_000010x', None), ('release', None), ('iter_\u0661234567', None),
-])
+@pytest.mark.parametrize(
+    'name, iteration',
+    [
+        ('iter_0000100', 100),
+        ('iter_0000000', 0),
+        ('iter_12345678', 12345678),
+        ('iter_100', None),
+        ('iter_00000100', None),
+        ('iter_0000100.tmp', None),
+        ('.iter_0000100', None),
+        ('iter_000010x', None),
+        ('release', None),
+        ('iter_\u0661234567', None),
+    ],
+)
 def test_iteration_directory_names(name, iteration):
     assert parse_iteration_dirname(name) == iteration
     if iteration is not None:
@@ -78,11 +113,16 @@ def test_resolving(tmp_path):
     assert resolve_checkpoint(tmp_path) == release
 
 
-@pytest.mark.parametrize('names, clause', [
-    ([], 'not a checkpoint'), (['mp_rank_00/'], 'legacy `torch`'),
-    (['model.safetensors'], 'Hugging Face'), (['iter_0000001/'], 'a root'),
-    (['__0_0.distcp'], 'unfinished'),
-])
+@pytest.mark.parametrize(
+    'names, clause',
+    [
+        ([], 'not a checkpoint'),
+        (['mp_rank_00/'], 'legacy `torch`'),
+        (['model.safetensors'], 'Hugging Face'),
+        (['iter_0000001/'], 'a root'),
+        (['__0_0.distcp'], 'unfinished'),
+    ],
+)
 def test_what_is_no_checkpoint_is_described(tmp_path, names, clause):
     for name in names:
         (tmp_path / name).mkdir() if name.endswith('/') else (tmp_path / name).touch()
@@ -91,7 +131,7 @@ def test_what_is_no_checkpoint_is_described(tmp_path, names, clause):
 
 
 def test_missing_and_file(tmp_path):
-    with pytest.raises(CheckpointError, match='doesn\'t exist'):
+    with pytest.raises(CheckpointError, match="doesn't exist"):
         resolve_checkpoint(tmp_path / 'nowhere')
     (tmp_path / 'file').touch()
     with pytest.raises(CheckpointError, match='is a file'):

@@ -10,8 +10,17 @@ from tools.checkpoint.common import publish
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.publish import Interrupted, Publication
 
-STEPS = ['staged', 'written', 'synced', 'renamed 1', 'renamed 2', 'unmarking', 'unmarked',
-         'tracker staged', 'tracked']
+STEPS = [
+    'staged',
+    'written',
+    'synced',
+    'renamed 1',
+    'renamed 2',
+    'unmarking',
+    'unmarked',
+    'tracker staged',
+    'tracked',
+]
 
 
 def entries(root):
@@ -38,8 +47,14 @@ def complete(root):
     return sorted(
         f'{side}{rest}'
         for side in ('edge', 'cloud')
-        for rest in ('', '/iter_0000007', '/iter_0000007/a', '/iter_0000007/sub',
-                     '/iter_0000007/sub/b', '/latest_checkpointed_iteration.txt')
+        for rest in (
+            '',
+            '/iter_0000007',
+            '/iter_0000007/a',
+            '/iter_0000007/sub',
+            '/iter_0000007/sub/b',
+            '/latest_checkpointed_iteration.txt',
+        )
     )
 
 
@@ -77,8 +92,11 @@ def test_sigkill_at_each_step_then_the_next_run_publishes(tmp_path, victim):
     except CheckpointError as error:
         assert 'exists' in str(error) and STEPS.index(victim) >= STEPS.index('renamed 2')
         for side in ('edge', 'cloud'):
-            assert [p.name for p in (tmp_path / side / 'iter_0000007').iterdir()
-                    if p.name == publish.UNPUBLISHED] == []
+            assert [
+                p.name
+                for p in (tmp_path / side / 'iter_0000007').iterdir()
+                if p.name == publish.UNPUBLISHED
+            ] == []
             assert (tmp_path / side / 'iter_0000007/sub/b').exists()
     else:
         assert entries(tmp_path) == complete(tmp_path)

@@ -43,7 +43,8 @@ def checkpoint(tmp_path):
     directory = tmp_path / 'checkpoint'
     dcp.save(
         {'model.weight': torch.arange(6, dtype=torch.bfloat16), 'model.bytes': io.BytesIO(b'x')},
-        checkpoint_id=directory, no_dist=True,
+        checkpoint_id=directory,
+        no_dist=True,
     )
     return directory
 
@@ -67,16 +68,28 @@ def test_hostile_metadata_is_refused_unless_trusted(checkpoint, proof, protocol)
     assert proof.exists()
 
 
-@pytest.mark.parametrize('module, name', [
-    ('builtins', 'eval'), ('builtins', 'getattr'), ('os', 'system'), ('torch', 'load'),
-    ('torch.distributed.checkpoint.metadata', 'os'), ('torch.hub', 'load'),
-    ('torch.distributed.checkpoint.filesystem', 'FileSystemReader'),
-    ('torch.distributed.checkpoint.metadata', 'os.system'), ('collections', 'namedtuple'),
-])
+@pytest.mark.parametrize(
+    'module, name',
+    [
+        ('builtins', 'eval'),
+        ('builtins', 'getattr'),
+        ('os', 'system'),
+        ('torch', 'load'),
+        ('torch.distributed.checkpoint.metadata', 'os'),
+        ('torch.hub', 'load'),
+        ('torch.distributed.checkpoint.filesystem', 'FileSystemReader'),
+        ('torch.distributed.checkpoint.metadata', 'os.system'),
+        ('collections', 'namedtuple'),
+    ],
+)
 def test_other_globals_of_admitted_modules_are_refused_too(tmp_path, module, name):
-    data = pickle.PROTO + b'\x04' + b''.join(
-        b'\x8c' + bytes([len(text)]) + text.encode() for text in (module, name)
-    ) + pickle.STACK_GLOBAL + pickle.STOP
+    data = (
+        pickle.PROTO
+        + b'\x04'
+        + b''.join(b'\x8c' + bytes([len(text)]) + text.encode() for text in (module, name))
+        + pickle.STACK_GLOBAL
+        + pickle.STOP
+    )
     (tmp_path / '.metadata').write_bytes(data)
     with pytest.raises(CheckpointError, match=f'refused class {module}.{name}'):
         load_dcp_metadata(tmp_path)
@@ -87,18 +100,31 @@ def test_a_pickle_that_changes_an_admitted_class_is_refused_and_undone(tmp_path)
     before = Metadata.__init__
     state = pickle.dumps((None, {'__init__': print.__name__, 'extra': 1}), 2)[2:-1]
     (tmp_path / '.metadata').write_bytes(
-        pickle.PROTO + b'\x02' + b'ctorch.distributed.checkpoint.metadata\nMetadata\n'
-        + state + pickle.BUILD + pickle.STOP
+        pickle.PROTO
+        + b'\x02'
+        + b'ctorch.distributed.checkpoint.metadata\nMetadata\n'
+        + state
+        + pickle.BUILD
+        + pickle.STOP
     )
     with pytest.raises(CheckpointError, match='refused class Metadata with changed attributes'):
         load_dcp_metadata(tmp_path)
     assert Metadata.__init__ is before and not hasattr(Metadata, 'extra')
 
 
-@pytest.mark.parametrize('data', [
-    b'', b'\x80', b'garbage', b'\0' * 64, pickle.dumps({'a': 1}), pickle.dumps(None),
-    pickle.dumps(Metadata({})), pickle.dumps(StorageMeta()),
-])
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'',
+        b'\x80',
+        b'garbage',
+        b'\0' * 64,
+        pickle.dumps({'a': 1}),
+        pickle.dumps(None),
+        pickle.dumps(Metadata({})),
+        pickle.dumps(StorageMeta()),
+    ],
+)
 def test_what_is_no_metadata_is_said_so(tmp_path, data):
     (tmp_path / '.metadata').write_bytes(data)
     with pytest.raises(CheckpointError, match=r'\.metadata: (not|holds)') as caught:
@@ -122,8 +148,13 @@ def test_metadata_missing(tmp_path):
 def test_what_megatron_stores_loads(tmp_path):
     state = {
         'args': argparse.Namespace(
-            dtype=torch.bfloat16, path=Path('/x'), backend=AttnBackend.auto, size=torch.Size([2]),
-            signal=signal.SIGTERM, model_type=ModelType.encoder_or_decoder, nothing=None,
+            dtype=torch.bfloat16,
+            path=Path('/x'),
+            backend=AttnBackend.auto,
+            size=torch.Size([2]),
+            signal=signal.SIGTERM,
+            model_type=ModelType.encoder_or_decoder,
+            nothing=None,
         ),
         'optimizer': OptimizerConfig(lr=0.5),
         'rng': ['MT19937', numpy.arange(4, dtype=numpy.uint32), 3, numpy.float64(0.25)],
