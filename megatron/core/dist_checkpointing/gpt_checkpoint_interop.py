@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    DENSE,
+    MOE,
+    WEIGHT_PREFIXES,
+    CheckpointLayout,
+)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.explicit_names import MODULE_PREFIX_RE, CheckpointNames
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -48,8 +52,6 @@ _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
 
 # Distributed optimizer formats that store state by parameter.
 MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
-
-_WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
 
 
 @dataclass(frozen=True)
@@ -231,60 +233,6 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
     return entry
 
 
-def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout) -> None:
-    """Make sure that model and checkpoint have the same weights, before anything is read.
-
-    Loading can be told to pass over what is missing on either side; here a missing source would
-    leave a weight random, and a weight that nothing reads means another architecture (untied
-    output layer, learned positions). All ranks have to call this, and all of them raise.
-
-    Args:
-        sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
-        layout: of the checkpoint.
-
-    Raises:
-        CheckpointingException: an entry has no source, or no rank reads a weight.
-    """
-    requested = set(_tensor_keys(sharded_state_dict))
-    missing = sorted(requested - layout.keys)
-    weights = sorted(
-        key
-        for key in layout.keys
-        if key.startswith(_WEIGHT_PREFIXES) and not key.endswith('_extra_state')
-    )
-    unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
-    failed = torch.tensor([not missing], dtype=torch.uint8)
-    agreed = torch.cat([unread, failed])
-    if torch.distributed.is_initialized():
-        if torch.distributed.get_backend() == 'nccl':
-            agreed = agreed.cuda()
-        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
-    *unread, complete = agreed.tolist()
-    if missing:
-        raise CheckpointingException(
-            f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check --hybrid-layer-pattern, the tied or untied '
-            f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
-        )
-    if not complete:
-        raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
-    left_out = [key for key, is_unread in zip(weights, unread, strict=True) if is_unread]
-    if left_out:
-        raise CheckpointingException(
-            f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
-            f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
-            f'--untie-embeddings-and-output-weights or --position-embedding-type.'
-        )
-
-
-def _tensor_keys(sharded_state_dict: ShardedStateDict):
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensorFactory):
-            yield from _tensor_keys({'built': entry.build()})
-        elif isinstance(entry, ShardedTensor):
-            yield entry.key
-
-
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
     state_dict: Mapping[Any, Any],
     layer_maps: GPTCompatLayerMaps,
@@ -358,7 +306,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _is_parameter_name(key: Any) -> bool:
-    return isinstance(key, str) and _own_name(key).startswith(_WEIGHT_PREFIXES)
+    return isinstance(key, str) and _own_name(key).startswith(WEIGHT_PREFIXES)
 
 
 def _retarget_explicit_key_to_gpt_checkpoint(
