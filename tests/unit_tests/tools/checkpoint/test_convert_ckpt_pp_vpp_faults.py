@@ -838,3 +838,12 @@ def test_runs_as_a_script_from_anywhere(tmp_path):
     )
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.count('\n') == 1 and 'latest_checkpointed' in done.stderr
+
+
+def test_script_converts_in_a_process_that_has_not_loaded_megatron(pp4, tmp_path):
+    """The list of safe classes is core's: the tool itself must have it registered."""
+    script = Path(__file__).parents[4] / 'tools/checkpoint/convert_ckpt_pp_vpp.py'
+    words = MERGE.replace('SRC', str(pp4)).replace('OUT', str(tmp_path / 'out')).split()
+    done = subprocess.run([sys.executable, script, *words], text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, '')
+    assert same(load(tmp_path / 'out', '00_001')['model1'], load(pp4, '00_003')['model']) == []
