@@ -111,9 +111,10 @@ def _metadata(directory: Path) -> Metadata:
     try:
         return FileSystemReader(directory).read_metadata()
     except Exception as error:
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
         raise CheckpointingException(
-            f'{directory}/.metadata: can not be read ({type(error).__name__}: {error}); expected '
-            f'the metadata of a distributed checkpoint'
+            f'{directory}/.metadata: can not be read ({reason}); expected the metadata of a '
+            f'distributed checkpoint'
         ) from error
 
 
@@ -159,8 +160,10 @@ def _load(content: bytes, path: Path) -> Any:
         with torch.serialization.safe_globals([(_Unread, name) for name in unknown]):
             return torch.load(io.BytesIO(content), map_location='cpu', weights_only=True)
     except Exception as error:
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
         raise CheckpointingException(
-            f'{path}: can not be read ({type(error).__name__}: {error}); the file is damaged'
+            f'{path}: can not be read ({reason}); expected values and settings, and nothing that '
+            f'has to be run'
         ) from error
 
 
