@@ -1,12 +1,18 @@
-"""Amends upstream's reading of the common state: no optimizer state per parameter comes from it.
+"""Amends upstream's reading of the common state, where optimizers left what doesn't belong there.
 
 Forks of megatron have written checkpoints in the ``dp_reshardable`` format whose common state holds
 a part of the optimizer's ``param_state``: each parameter's ``step``, which isn't sharded. It can't
 be used: it repeats what the parameter groups say, and its lists have rank 0's lengths.
+
+Megatron itself stores the classes of the optimizers that ``HybridDeviceOptimizer`` is made of, and
+then refuses to read them back.
 """
 
 import logging
+import sys
 from typing import Any
+
+import torch
 
 import megatron_overlay
 
@@ -17,12 +23,28 @@ logger = logging.getLogger(__name__)
 
 def load_common(checkpoint_dir: str) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
-    return drop_leaked_param_state(upstream.load_common(checkpoint_dir))
+    with torch.serialization.safe_globals(_optimizer_classes()):
+        return drop_leaked_param_state(upstream.load_common(checkpoint_dir))
 
 
 def load_common_state_dict(checkpoint_dir) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
-    return drop_leaked_param_state(upstream.load_common_state_dict(checkpoint_dir))
+    with torch.serialization.safe_globals(_optimizer_classes()):
+        return drop_leaked_param_state(upstream.load_common_state_dict(checkpoint_dir))
+
+
+def _optimizer_classes() -> list[type]:
+    """Those that an offloading run can be made of here."""
+    fused = (
+        sys.modules.get(name)
+        for name in ('transformer_engine.pytorch.optimizers', 'apex.optimizers')
+    )
+    return [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD] + [
+        getattr(module, name)
+        for module in fused
+        for name in ('FusedAdam', 'FusedSGD')
+        if hasattr(module, name)
+    ]
 
 
 def drop_leaked_param_state(common_state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,26 @@
-"""Amends upstream's ``DistributedOptimizer``, so that what is loaded is what the next step uses."""
+"""Amends upstream's ``DistributedOptimizer``, so that what is loaded is what the next step uses.
 
+``python -m megatron.core.optimizer.distrib_optimizer CHECKPOINT`` tells what resuming from a
+checkpoint will do; ``python PATH_OF_THIS_FILE CHECKPOINT`` does so from a checkout.
+"""
+
+import sys
+import warnings
 from contextlib import contextmanager
 from itertools import accumulate
+
+if __name__ == '__main__':
+    if not __package__:
+        sys.path[0] = __file__.rsplit('/megatron/', 1)[0]
+        import megatron_overlay
+
+        megatron_overlay.activate()
+    from megatron.core.optimizer.resume_report import main
+
+    raise SystemExit(main())
+if sys.argv[0] == '-m':
+    # python imports the package, and so this module, before it runs it as a program, and warns
+    warnings.filterwarnings('ignore', '.*found in sys.modules after import of package.*')
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer

@@ -28,11 +28,7 @@ from tests.cpu_megatron.pretrain import prepare
 warnings.simplefilter('ignore')
 prepare(simulate_devices=True)
 
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    LocalNonpersistentObject,
-    ShardedTensor,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 
 from tests.cpu_megatron.recorder import model_state, optimizer_state  # noqa: E402
@@ -42,6 +38,7 @@ from tests.cpu_megatron.session import (  # noqa: E402
     gpt,
     model_parallel,
 )
+from tests.unit_tests.optimizer.leaked_steps import save_with_leaked_steps  # noqa: E402
 
 FUSED = os.environ.get('CPU_MEGATRON_OPTIMIZER') == 'fused_adam'
 FORMATS = ('fully_reshardable', 'dp_reshardable')
@@ -135,27 +132,6 @@ def step_is_not_reset(path):
         second = start_warm(**offload(1.0))
         second.load(path)
     assert steps(second.optimizer) == {3}, f'step {steps(second.optimizer)} instead of 3'
-
-
-def leak_steps(state: dict) -> dict:
-    """Turn the wrapped steps into plain tensors, as forks' checkpoints have them."""
-    for index in (key for key in state['optimizer']['param_state'] if isinstance(key, int)):
-        for buckets in state['optimizer']['param_state'][index].values():
-            for bucket in buckets:
-                for tensors in bucket:
-                    if isinstance(tensors.get('step'), LocalNonpersistentObject):
-                        tensors['step'] = tensors['step'].unwrap()
-    return state
-
-
-def save_with_leaked_steps(run: Training, path: Path) -> None:
-    """A checkpoint in the dp_reshardable format whose common state holds the steps."""
-    metadata = {'distrib_optim_sharding_type': 'dp_reshardable'}
-    if torch.distributed.get_rank() == 0:
-        path.mkdir(parents=True)
-    torch.distributed.barrier()
-    state = leak_steps(run.state_dict(metadata))
-    dist_checkpointing.save(state, str(path), content_metadata=metadata)
 
 
 def leaked_step(path):

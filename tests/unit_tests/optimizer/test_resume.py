@@ -62,14 +62,14 @@ class Runs:
     def path(self, kind: str, *case) -> Path:
         return self.work / '-'.join([kind, *map(str, case)]).replace(' ', '_')
 
-    def launch(self, nproc: int, tasks: list[dict]) -> None:
+    def launch(self, nproc: int, tasks: list[dict], **env: str) -> None:
         file = self.work / f'tasks{nproc}.json'
         file.write_text(json.dumps(tasks))
         torchrun(
             nproc,
             'tests.unit_tests.optimizer.resume_runs',
             str(file),
-            env={'CPU_MEGATRON_OPTIMIZER': self.adam},
+            env={'CPU_MEGATRON_OPTIMIZER': self.adam, **env},
         )
 
     def result(self, kind: str, *case) -> list[dict]:
@@ -166,6 +166,19 @@ def whole_tensors(records: list[dict]) -> dict[str, torch.Tensor]:
         key: torch.cat([parts[start] for start in sorted(parts)]) if parts[0].dim() else parts[0]
         for key, parts in shards.items()
     }
+
+
+def test_a_checkpoint_of_stock_megatron(tmp_path):
+    runs = Runs(tmp_path, 'fused_adam')
+    cases = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
+    whole, rest = zip(*(runs.start(*case) for case in cases), strict=True)
+    runs.launch(1, list(whole), MEGATRON_OVERLAY='0')
+    runs.launch(1, list(rest))
+    for case in cases:
+        [expected], [found] = runs.result('whole', *case), runs.result('rest', *case)
+        assert found['steps'] == expected['steps'][3:]
+        equal(expected['optimizer'], found['optimizer'])
+        equal(expected['model'], found['model'])
 
 
 def test_in_a_fresh_process(tmp_path):

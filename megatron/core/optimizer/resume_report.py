@@ -1,0 +1,299 @@
+"""What resuming from a checkpoint will do to the optimizer, told from the checkpoint alone.
+
+Read are the metadata, the common state and the optimizers' settings; no tensor is.
+"""
+
+import argparse
+import io
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import leaked_param_states
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+TRACKER = 'latest_checkpointed_iteration.txt'
+_COMMON_STATE = re.compile(r'common_state/')
+_SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
+_OPTIMIZER = re.compile(r'(chained_\d+\.)?optimizer\.')
+
+
+@dataclass
+class ResumeReport:
+    """What a checkpoint says about its optimizer.
+
+    Attributes:
+        checkpoint_dir: the directory of one iteration.
+        iteration: as stored; None where it isn't.
+        sharding_type: the optimizer's format; 'none' without optimizer state, 'plain' for
+            an optimizer that isn't distributed.
+        steps: Adam's step counts in the parameter groups.
+        leaked_steps: number of values of per-parameter state in the common state.
+        offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
+            arguments aren't stored.
+    """
+
+    checkpoint_dir: Path
+    iteration: int | None
+    sharding_type: str
+    steps: set[int] = field(default_factory=set)
+    leaked_steps: int = 0
+    offload_fraction: float | None = None
+
+    @property
+    def in_buckets(self) -> bool:
+        """Whether the format follows the distributed optimizer's buckets."""
+        return self.sharding_type == 'dp_reshardable'
+
+
+def read_resume_report(checkpoint: str | Path) -> ResumeReport:
+    """Look at a checkpoint.
+
+    Args:
+        checkpoint: directory of one iteration, or one above with a tracker file.
+
+    Raises:
+        CheckpointingException: there is no distributed checkpoint, with the reason.
+    """
+    directory = _iteration_directory(Path(checkpoint))
+    metadata = _metadata(directory)
+    common = _common_state(directory, metadata)
+    settings = _stored_objects(directory, metadata, _SETTINGS)
+    args = common.get('args')
+    offloading = getattr(args, 'optimizer_cpu_offload', False)
+    return ResumeReport(
+        checkpoint_dir=directory,
+        iteration=common.get('iteration'),
+        sharding_type=_sharding_type(common, metadata),
+        steps=_steps(common.get('optimizer')).union(*map(_steps, settings)),
+        leaked_steps=sum(
+            _count_leaves(state['param_state']) for state in leaked_param_states(common)
+        ),
+        offload_fraction=getattr(args, 'optimizer_offload_fraction', None) if offloading else None,
+    )
+
+
+def _iteration_directory(checkpoint: Path) -> Path:
+    if (checkpoint / 'metadata.json').is_file():
+        return checkpoint
+    if not checkpoint.is_dir():
+        raise CheckpointingException(f'{checkpoint} is not a directory; give a checkpoint')
+    tracker = checkpoint / TRACKER
+    if not tracker.is_file():
+        if any(checkpoint.glob('mp_rank_*')):
+            raise CheckpointingException(
+                f'{checkpoint} has the legacy format (--ckpt-format torch); only distributed '
+                f'checkpoints (torch_dist) can be looked at'
+            )
+        raise CheckpointingException(
+            f'{checkpoint} has neither metadata.json nor {TRACKER}; give the directory of one '
+            f'iteration, or the one above it'
+        )
+    latest = tracker.read_text().strip()
+    name = latest if latest == 'release' else f'iter_{latest:0>7}'
+    directory = checkpoint / name
+    if (directory / 'metadata.json').is_file():
+        return directory
+    if any(directory.glob('mp_rank_*')):
+        return _iteration_directory(directory)
+    raise CheckpointingException(
+        f'{tracker} names {latest!r}, but {directory} has no metadata.json; give the directory '
+        f'of a complete iteration'
+    )
+
+
+def _metadata(directory: Path) -> Metadata:
+    try:
+        return FileSystemReader(directory).read_metadata()
+    except Exception as error:
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+        raise CheckpointingException(
+            f'{directory}/.metadata: can not be read ({reason}); expected the metadata of a '
+            f'distributed checkpoint'
+        ) from error
+
+
+def _common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
+    file = directory / 'common.pt'
+    if file.is_file():
+        return _load(file.read_bytes(), file)
+    found = _stored_objects(directory, metadata, _COMMON_STATE)
+    return found[0] if found else {}
+
+
+def _stored_objects(directory: Path, metadata: Metadata, key: re.Pattern) -> list[Any]:
+    """The objects whose key begins as given, each read at its place in its file."""
+    objects = []
+    for index, place in metadata.storage_data.items():
+        if key.match(index.fqn):
+            path = directory / place.relative_path
+            try:
+                with open(path, 'rb') as file:
+                    file.seek(place.offset)
+                    content = file.read(place.length)
+            except OSError as error:
+                raise CheckpointingException(f'{path}: can not be read ({error})') from error
+            value = _load(content, path)
+            objects.append(value[0] if isinstance(value, list) else value)
+    return objects
+
+
+class _Unread:
+    """Stands for an object of a class that this program has no use for."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+def _load(content: bytes, path: Path) -> Any:
+    """``torch.load`` that runs nothing from the file: unknown classes become :class:`_Unread`.
+
+    megatron-core stores the classes of the offloaded optimizers among their settings.
+    """
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+        with torch.serialization.safe_globals([(_Unread, name) for name in unknown]):
+            return torch.load(io.BytesIO(content), map_location='cpu', weights_only=True)
+    except Exception as error:
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+        raise CheckpointingException(
+            f'{path}: can not be read ({reason}); expected values and settings, and nothing that '
+            f'has to be run'
+        ) from error
+
+
+def _sharding_type(common: dict, metadata: Metadata) -> str:
+    """The stored type, else what the keys of the tensors tell."""
+    stored = (common.get('content_metadata') or {}).get('distrib_optim_sharding_type')
+    keys = [key for key in metadata.state_dict_metadata if _OPTIMIZER.match(key)]
+    if not keys:
+        return 'none'
+    if any('.gbuf_idx_' in key for key in keys):
+        return 'dp_reshardable'
+    if stored:
+        return stored
+    if any(key.startswith('optimizer.state.fp32_param.') for key in keys):
+        return 'plain'
+    return 'fully_reshardable'
+
+
+def _steps(optimizer_state: Any) -> set[int]:
+    if not isinstance(optimizer_state, dict):
+        return set()
+    groups = optimizer_state.get('param_groups')
+    if isinstance(groups, list):
+        return {int(group['step']) for group in groups if 'step' in group}
+    return set().union(
+        *(_steps(value) for key, value in optimizer_state.items() if key != 'param_state')
+    )
+
+
+def _count_leaves(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_count_leaves, value.values()))
+    if isinstance(value, list):
+        return sum(map(_count_leaves, value))
+    return 1
+
+
+def describe(report: ResumeReport) -> str:
+    """The report in words, several lines."""
+    lines = [
+        f'{report.checkpoint_dir}',
+        f'  iteration        {_or_unknown(report.iteration)}',
+        f'  optimizer state  {report.sharding_type}',
+        f'  step             {", ".join(map(str, sorted(report.steps))) or "not stored"}',
+        f'  leaked step      {_leak(report)}',
+        f'  offloaded        {_offload(report)}',
+        'resuming with this package',
+        *(f'  - {line}' for line in _with_overlay(report)),
+        'resuming with megatron-core as it is',
+        *(f'  - {line}' for line in _stock(report)),
+    ]
+    return '\n'.join(lines)
+
+
+def _or_unknown(value: Any) -> str:
+    return 'unknown' if value is None else str(value)
+
+
+def _leak(report: ResumeReport) -> str:
+    if not report.leaked_steps:
+        return 'no'
+    return f'yes: {report.leaked_steps} values of per-parameter state in the common state'
+
+
+def _offload(report: ResumeReport) -> str:
+    if report.offload_fraction is None:
+        return 'no'
+    return f'--optimizer-cpu-offload, {report.offload_fraction:g} of the parameters'
+
+
+def _with_overlay(report: ResumeReport) -> list[str]:
+    if report.sharding_type == 'none':
+        return ['weights only: the optimizer starts fresh, from the loaded weights']
+    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
+        return [f'{report.sharding_type} is left to megatron-core']
+    lines = ['the next steps are those of the run that did not stop']
+    if report.leaked_steps:
+        lines.append('the leaked values are ignored: the parameter groups have the step')
+    if len(report.steps) > 1:
+        lines.append('the parameter groups disagree on the step: loading will be refused')
+    if not report.steps:
+        lines.append('no step is stored: bias correction starts again')
+    if report.in_buckets:
+        lines.append('only the data-parallel size may change (--dist-ckpt-optim-fully-reshardable')
+        lines[-1] += ' when saving lets the others change, too)'
+    return lines
+
+
+def _stock(report: ResumeReport) -> list[str]:
+    if report.sharding_type == 'none':
+        if report.offload_fraction is None:
+            return ['as above']
+        return ['offloaded fp32 parameters step from their fresh values, not from the weights']
+    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
+        return ['as above']
+    if report.leaked_steps:
+        return ['refused: duplicate values, or lists of different lengths, in the common state']
+    without_te = 'refused without Transformer Engine or Apex: the optimizer has no state yet'
+    if report.offload_fraction is None:
+        return [f'{without_te}; right with them']
+    if not report.in_buckets and report.offload_fraction == 1:
+        return [f'{without_te}; right with them']
+    lines = [without_te]
+    if report.in_buckets and report.offload_fraction > 0:
+        lines.append('Adam in host memory starts again at step 1')
+    if report.offload_fraction == 0:
+        lines.append('FusedAdam starts again at step 1: megatron-core stores none')
+    elif report.offload_fraction < 1:
+        lines.append('the step of FusedAdam on the GPU stands still after the first step')
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        0 when a report was printed, 1 when there was nothing to look at.
+    """
+    parser = argparse.ArgumentParser(
+        prog='python -m megatron.core.optimizer.distrib_optimizer',
+        description='Tell from a distributed checkpoint what resuming from it will do to the '
+        'optimizer. Reads no tensors and changes nothing.',
+    )
+    parser.add_argument(
+        'checkpoint', type=Path, help='directory of one iteration, or the one above it'
+    )
+    options = parser.parse_args(argv)
+    try:
+        print(describe(read_resume_report(options.checkpoint)))
+    except CheckpointingException as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
