@@ -67,6 +67,9 @@ def model_parallel(
     try:
         yield
     finally:
+        # megatron keeps its choice of attention there, and holds the next model to it
+        for name in [name for name in os.environ if name.startswith('NVTE_')]:
+            del os.environ[name]
         parallel_state.destroy_model_parallel()
         unset_num_microbatches_calculator()
 

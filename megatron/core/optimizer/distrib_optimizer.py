@@ -23,11 +23,11 @@ if sys.argv[0] == '-m':
     warnings.filterwarnings('ignore', '.*found in sys.modules after import of package.*')
 
 import torch
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
+HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
 
 
 _TorchAdam = (torch.optim.Adam, torch.optim.AdamW)
