@@ -9,11 +9,11 @@ import hashlib
 import sys
 
 import torch
-from tests.unit_tests.dist_checkpointing.whole_checkpoint import gpt_source
 from torch.distributed import checkpoint
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests import cpu_megatron
+from tests.cpu_megatron.whole_checkpoint import gpt_source
 
 PATTERN = 'M*-M*-'
 MOMENTS = ('exp_avg', 'exp_avg_sq')
