@@ -5,7 +5,7 @@ VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-te lint benchmarks clean
+.PHONY: demo test test-te lint clean
 
 demo: $(READY)
 	$(BIN)/python -W ignore examples/demo.py demo

@@ -42,7 +42,8 @@ def activate() -> bool:
         return False
     if finder in sys.meta_path:
         return True
-    late = [name for name in finder.files if name in sys.modules]
+    # Interpreters start without megatron, and then needn't look at the overlay's files.
+    late = 'megatron' in sys.modules and [name for name in finder.files if name in sys.modules]
     if late:
         raise RuntimeError(
             f'megatron_overlay.activate() was called after {late[0]} had been imported; '

@@ -23,8 +23,8 @@ def main() -> int:
     if os.environ.get('MEGATRON_OVERLAY') == '0':
         print('off: MEGATRON_OVERLAY=0')
         return 1
-    if '.'.join(version.split('.')[:2]) not in finder.supported_versions:
-        print(f'out: supported versions are {", ".join(finder.supported_versions)}')
+    if not finder.supports(version):
+        print(f'out: supported are releases of {" and ".join(finder.supported_versions)}')
         return 1
     if finder not in sys.meta_path:
         print('not active in plain processes: not installed; call megatron_overlay.activate()')

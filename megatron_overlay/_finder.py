@@ -7,6 +7,9 @@ import sys
 from types import SimpleNamespace
 
 _NAMESPACE = 'megatron'
+_MODULE_ATTRIBUTES = frozenset(
+    f'__{name}__' for name in 'name doc package loader spec path file cached builtins'.split()
+)
 
 
 class OverlayFinder:
@@ -42,7 +45,7 @@ class OverlayFinder:
         """Whether this process's megatron-core is a supported version; warns once when not."""
         if self._applies is None:
             version, location = core_version()
-            self._applies = '.'.join(version.split('.')[:2]) in self.supported_versions
+            self._applies = self.supports(version)
             if not self._applies:
                 import warnings
 
@@ -53,6 +56,11 @@ class OverlayFinder:
                     stacklevel=2,
                 )
         return self._applies
+
+    def supports(self, version: str) -> bool:
+        """Whether ``version`` is a release of a supported series; a pre-release is not."""
+        series, _, patch = version.rpartition('.')
+        return series in self.supported_versions and patch.isdigit()
 
     def upstream_spec(self, name: str):
         """Spec of upstream's module ``name``, or None where upstream has no such module."""
@@ -73,13 +81,20 @@ def execute_upstream(finder: OverlayFinder, name: str) -> SimpleNamespace:
     if spec is None:
         raise ImportError(f'megatron-core {core_version()[0]} has no module {name}', name=name)
     namespace = vars(sys.modules[name])
-    own = {key: value for key, value in namespace.items() if _is_module_attribute(key)}
+    before = dict(namespace)
+    code = spec.loader.get_code(name)
     namespace['__file__'] = spec.origin
-    exec(spec.loader.get_code(name), namespace)
-    namespace.update(own)
-    return SimpleNamespace(
-        **{key: value for key, value in namespace.items() if not _is_module_attribute(key)}
-    )
+    exec(code, namespace)
+    upstream = {
+        key: value
+        for key, value in namespace.items()
+        # On a reload the namespace still has the names that the overlay's file added.
+        if key in code.co_names or key not in before or value is not before[key]
+    }
+    for key in _MODULE_ATTRIBUTES & before.keys():
+        namespace[key] = before[key]
+        upstream.pop(key, None)
+    return SimpleNamespace(**upstream)
 
 
 def core_version() -> tuple[str, str]:
@@ -91,23 +106,25 @@ def core_version() -> tuple[str, str]:
         ``('', '')`` where there is no megatron-core, ``('', directory)`` for one that doesn't
         tell its version.
     """
-    spec = importlib.util.find_spec(_NAMESPACE)
-    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-        directory = os.path.join(root, 'core')
-        if not os.path.isfile(os.path.join(directory, '__init__.py')):
-            continue
-        numbers = {}
-        try:
-            with open(os.path.join(directory, 'package_info.py'), encoding='utf-8') as file:
-                for line in file:
-                    key, _, value = line.partition('=')
-                    if key.strip() in ('MAJOR', 'MINOR', 'PATCH'):
-                        numbers[key.strip()] = value.partition('#')[0].strip().strip('\'"')
-        except OSError:
-            pass
-        found = [numbers.get(key) for key in ('MAJOR', 'MINOR', 'PATCH')]
-        return ('.'.join(found) if None not in found else ''), directory
-    return '', ''
+    try:
+        spec = importlib.util.find_spec(f'{_NAMESPACE}.core')
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        return '', ''
+    directory = os.path.dirname(spec.origin)
+    values = {}
+    try:
+        with open(os.path.join(directory, 'package_info.py'), encoding='utf-8') as file:
+            for line in file:
+                key, _, value = line.partition('=')
+                values[key.strip()] = value.partition('#')[0].strip().strip('\'"')
+    except OSError:
+        pass
+    numbers = [values.get(key) for key in ('MAJOR', 'MINOR', 'PATCH')]
+    if None in numbers:
+        return '', directory
+    return '.'.join(numbers) + values.get('PRE_RELEASE', ''), directory
 
 
 def _modules_below(tree: str):
@@ -116,7 +133,3 @@ def _modules_below(tree: str):
         for name in names:
             if name.endswith('.py'):
                 yield f'{package}.{name[:-3]}', os.path.join(directory, name)
-
-
-def _is_module_attribute(key: str) -> bool:
-    return key.startswith('__') and key.endswith('__')

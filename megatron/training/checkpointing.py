@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
+    check_sources,
     read_checkpoint_layout,
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     MODEL_SPACE_FORMATS,
     GPTCompatLayerMaps,
-    check_sources,
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-from megatron.core.dist_checkpointing.checkpoint_layout import read_checkpoint_layout
+from megatron.core.dist_checkpointing.checkpoint_layout import check_sources, read_checkpoint_layout
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -90,7 +90,7 @@ def test_fused_layers_and_extra_state(pattern, model, tmp_path):
         state = hybrid.sharded_state_dict(metadata=METADATA)
         maps = interop.gpt_compatible_layer_maps(pattern, layout)
         interop.retarget_sharded_state_dict_to_gpt_checkpoint(state, maps)
-        interop.check_sources(state, layout)
+        check_sources(state, layout)
         hybrid.load_state_dict(
             dist_checkpointing.load(state, str(tmp_path / 'gpt'), strict='raise_all'), strict=True
         )

@@ -8,7 +8,14 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 import re
 from dataclasses import dataclass, field
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -20,6 +27,8 @@ _OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.')
 _MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
 
 DENSE, MOE = 'dense', 'moe'
+# Where GPTModel's and HybridModel's own weights stand.
+WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,60 @@ def layout_from_metadata(metadata: Metadata) -> CheckpointLayout:
             for key, entry in metadata.state_dict_metadata.items()
         }
     )
+
+
+def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout) -> None:
+    """Make sure that model and checkpoint have the same weights, before anything is read.
+
+    Loading can be told to pass over what is missing on either side; here a missing source would
+    leave a weight random, and a weight that nothing reads means another architecture (untied
+    output layer, learned positions). All ranks have to call this, and all of them raise.
+
+    Args:
+        sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
+        layout: of the checkpoint.
+
+    Raises:
+        CheckpointingException: an entry has no source, or no rank reads a weight.
+    """
+    requested = set(_tensor_keys(sharded_state_dict))
+    missing = sorted(requested - layout.keys)
+    weights = sorted(
+        key
+        for key in layout.keys
+        if key.startswith(WEIGHT_PREFIXES) and not key.endswith('_extra_state')
+    )
+    unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
+    failed = torch.tensor([not missing], dtype=torch.uint8)
+    agreed = torch.cat([unread, failed])
+    if torch.distributed.is_initialized():
+        if torch.distributed.get_backend() == 'nccl':
+            agreed = agreed.cuda()
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+    *unread, complete = agreed.tolist()
+    if missing:
+        raise CheckpointingException(
+            f'{missing[0]}: the model needs it and the checkpoint does not have it '
+            f'({len(missing)} such keys). Check --hybrid-layer-pattern, the tied or untied '
+            f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+        )
+    if not complete:
+        raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
+    left_out = [key for key, is_unread in zip(weights, unread, strict=True) if is_unread]
+    if left_out:
+        raise CheckpointingException(
+            f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
+            f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
+            f'--untie-embeddings-and-output-weights or --position-embedding-type.'
+        )
+
+
+def _tensor_keys(sharded_state_dict: ShardedStateDict):
+    for entry in nested_values(sharded_state_dict):
+        if isinstance(entry, ShardedTensorFactory):
+            yield from _tensor_keys({'built': entry.build()})
+        elif isinstance(entry, ShardedTensor):
+            yield entry.key
 
 
 def _layout(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:

@@ -10,16 +10,20 @@ The state of an optimizer in a model-space format carries the parameters' keys a
 same functions serve it.
 """
 
-import bisect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    DENSE,
+    MOE,
+    WEIGHT_PREFIXES,
+    CheckpointLayout,
+)
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.explicit_names import MODULE_PREFIX_RE, CheckpointNames
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -48,14 +52,6 @@ _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
 
 # Distributed optimizer formats that store state by parameter.
 MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
-
-_WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
-
-# `fsdp_dtensor` keys: the mappings around a parameter's name, then its wrappers.
-_EXPLICIT_CONTAINER_RE = re.compile(
-    r'^(?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*((?:module\.)*)'
-)
-_MODULE_PREFIX_RE = re.compile(r'^(?:module\.)+')
 
 
 @dataclass(frozen=True)
@@ -237,60 +233,6 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
     return entry
 
 
-def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout) -> None:
-    """Make sure that model and checkpoint have the same weights, before anything is read.
-
-    Loading can be told to pass over what is missing on either side; here a missing source would
-    leave a weight random, and a weight that nothing reads means another architecture (untied
-    output layer, learned positions). All ranks have to call this, and all of them raise.
-
-    Args:
-        sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
-        layout: of the checkpoint.
-
-    Raises:
-        CheckpointingException: an entry has no source, or no rank reads a weight.
-    """
-    requested = set(_tensor_keys(sharded_state_dict))
-    missing = sorted(requested - layout.keys)
-    weights = sorted(
-        key
-        for key in layout.keys
-        if key.startswith(_WEIGHT_PREFIXES) and not key.endswith('_extra_state')
-    )
-    unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
-    failed = torch.tensor([not missing], dtype=torch.uint8)
-    agreed = torch.cat([unread, failed])
-    if torch.distributed.is_initialized():
-        if torch.distributed.get_backend() == 'nccl':
-            agreed = agreed.cuda()
-        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
-    *unread, complete = agreed.tolist()
-    if missing:
-        raise CheckpointingException(
-            f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check --hybrid-layer-pattern, the tied or untied '
-            f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
-        )
-    if not complete:
-        raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
-    left_out = [key for key, is_unread in zip(weights, unread, strict=True) if is_unread]
-    if left_out:
-        raise CheckpointingException(
-            f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
-            f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
-            f'--untie-embeddings-and-output-weights or --position-embedding-type.'
-        )
-
-
-def _tensor_keys(sharded_state_dict: ShardedStateDict):
-    for entry in nested_values(sharded_state_dict):
-        if isinstance(entry, ShardedTensorFactory):
-            yield from _tensor_keys({'built': entry.build()})
-        elif isinstance(entry, ShardedTensor):
-            yield entry.key
-
-
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
     state_dict: Mapping[Any, Any],
     layer_maps: GPTCompatLayerMaps,
@@ -307,7 +249,8 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
             ``param_to_group_meta``, below integer keys where optimizers are chained).
         layer_maps: of the pattern that the model was built from.
         checkpoint_keys: the checkpoint's flattened keys. When given, the number of ``module.``
-            prefixes is the checkpoint's, and leaves that it doesn't have are left out.
+            prefixes is the checkpoint's, every tensor of a parameter has to be among them, and
+            other leaves that aren't (``_extra_state``, groups' settings) are left out.
         checkpoint_prefix: where ``state_dict`` stands in the flattened keys, such as ``model``.
 
     Returns:
@@ -315,38 +258,69 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         have no source.
 
     Raises:
-        ValueError: a name belongs to a layer that the pattern doesn't have.
+        ValueError: a name belongs to a layer that the pattern doesn't have; the checkpoint lacks a
+            tensor of a parameter, or has the parameter under several prefixes.
     """
-    names = None if checkpoint_keys is None else _CheckpointNames(checkpoint_keys)
+    names = None
+    if checkpoint_keys is not None:
+        names = CheckpointNames(checkpoint_keys, checkpoint_prefix)
 
-    def retarget(value, path):
+    def retarget(value, path, of_parameter):
         if isinstance(value, Mapping):
             renamed = {}
             for key, child in value.items():
-                new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps, names)
+                new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
                 if new_key is None:
                     continue
+                child_of_parameter = of_parameter or _is_parameter_name(new_key)
+                if names is not None and isinstance(new_key, str) and '.' in new_key:
+                    new_key = _with_checkpoint_prefix(new_key, names, path)
                 child_path = f'{path}.{new_key}' if path else str(new_key)
-                is_leaf = not isinstance(child, (Mapping, list, tuple))
-                if is_leaf and names is not None and child_path not in names.keys:
-                    continue
-                renamed[new_key] = retarget(child, child_path)
+                if _is_nested(child) or is_stored(child, child_path, child_of_parameter):
+                    renamed[new_key] = retarget(child, child_path, child_of_parameter)
             return renamed
         if isinstance(value, (list, tuple)):
-            return type(value)(retarget(child, f'{path}.{i}') for i, child in enumerate(value))
+            children = [(child, f'{path}.{index}') for index, child in enumerate(value)]
+            for child, child_path in children:
+                if isinstance(child, torch.Tensor):
+                    is_stored(child, child_path, of_parameter)
+            return type(value)(retarget(*child, of_parameter) for child in children)
         return value
 
-    return retarget(state_dict, checkpoint_prefix)
+    def is_stored(leaf, path, of_parameter):
+        if names is None or path in names.keys:
+            return True
+        if of_parameter and isinstance(leaf, torch.Tensor) and not path.endswith('_extra_state'):
+            raise ValueError(
+                f'{path}: the model needs it and the checkpoint does not have it, but '
+                f'{names.nearest(path)}. Check --hybrid-layer-pattern, the tied or untied '
+                f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+            )
+        return False
+
+    return retarget(state_dict, checkpoint_prefix, False)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def _is_parameter_name(key: Any) -> bool:
+    return isinstance(key, str) and _own_name(key).startswith(WEIGHT_PREFIXES)
 
 
 def _retarget_explicit_key_to_gpt_checkpoint(
-    key: Any, layer_maps: GPTCompatLayerMaps, checkpoint_keys: 'Iterable[str] | None' = None
+    key: Any, layer_maps: GPTCompatLayerMaps, checkpoint_keys: Iterable[str] | None = None
 ) -> Any | None:
     """Name that ``key`` has in the GPT checkpoint; None leaves the entry out.
 
     Keys that aren't strings, and strings that aren't parameter names, come back unchanged.
+
+    Raises:
+        ValueError: ``key`` belongs to a layer that the pattern doesn't have; the checkpoint has
+            the parameter under several prefixes.
     """
-    if not isinstance(key, str):
+    if not isinstance(key, str) or '.' not in key:
         return key
     if _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
         return None
@@ -360,46 +334,19 @@ def _retarget_explicit_key_to_gpt_checkpoint(
         key = _rename_final_norm(key)
     if checkpoint_keys is None:
         return key
-    if not isinstance(checkpoint_keys, _CheckpointNames):
-        checkpoint_keys = _CheckpointNames(checkpoint_keys)
-    return checkpoint_keys.with_own_module_prefix(key)
+    return _with_checkpoint_prefix(key, CheckpointNames(checkpoint_keys))
 
 
-class _CheckpointNames:
-    """The ``module.`` prefixes that a checkpoint stores its parameters under.
-
-    GPTModel and HybridModel can be wrapped to different depths. Looking up a name takes a binary
-    search, since optimizer state has further levels below the parameter's name.
-
-    Attributes:
-        keys: the checkpoint's flattened keys.
-    """
-
-    def __init__(self, keys: Iterable[str]):
-        self.keys = frozenset(keys)
-        names: dict[str, set[str]] = {}
-        for key in self.keys:
-            container = _EXPLICIT_CONTAINER_RE.match(key)
-            names.setdefault(container.group(1), set()).add(key[container.end() :])
-        self._sorted_names = {prefix: sorted(found) for prefix, found in names.items()}
-
-    def with_own_module_prefix(self, key: str) -> str:
-        """``key`` with the checkpoint's prefix where that is known and unique."""
-        bare = _MODULE_PREFIX_RE.sub('', key)
-        prefixes = [
-            prefix
-            for prefix, names in self._sorted_names.items()
-            if _starts_any(names, bare, '') or _starts_any(names, bare, '.')
-        ]
-        return prefixes[0] + bare if len(prefixes) == 1 else key
-
-
-def _starts_any(sorted_names: list[str], name: str, separator: str) -> bool:
-    position = bisect.bisect_left(sorted_names, name + separator)
-    if position == len(sorted_names):
-        return False
-    found = sorted_names[position]
-    return found.startswith(name + separator) if separator else found == name
+def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None = None) -> str:
+    bare = MODULE_PREFIX_RE.sub('', key)
+    found = names.prefixes(bare, path)
+    if len(found) > 1 and _is_parameter_name(bare):
+        raise ValueError(
+            f'{bare}: the checkpoint has it under {len(found)} prefixes, '
+            f'{" and ".join(sorted(found.values()))}, and only one can be meant. Load a '
+            f'checkpoint that holds one model.'
+        )
+    return f'{next(iter(found))}{bare}' if len(found) == 1 else key
 
 
 def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> int | None:

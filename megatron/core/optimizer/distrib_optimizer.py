@@ -61,7 +61,15 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
             return
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             self.optimizer.dummy_step()
-        if self.init_state_fn is None or self.config.use_precision_aware_optimizer:
+            return
+        if self.config.use_precision_aware_optimizer:
+            # As FusedAdam does it in its first step.
+            remainders = self.config.store_param_remainders and self.config.bf16
+            for group in self.optimizer.param_groups:
+                for param in group['params']:
+                    self.optimizer.initialize_state(param, remainders)
+            return
+        if self.init_state_fn is None:
             return
         self.init_state_fn(self.optimizer, self.config)
         if isinstance(self.optimizer, _TorchAdam):
@@ -96,7 +104,10 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict, is_loading=False, metadata=None
     ):
-        """Upstream's; a template holds this rank's shards of the live state instead of zeros."""
+        """Upstream's; a template holds this rank's shards of the live state instead of zeros.
+
+        State that this rank has whole is read in place, without a copy in between.
+        """
         with self._world_tensors_as_buffers_are():
             param_state = super().sharded_param_state_fully_reshardable(
                 model_sharded_state_dict, is_loading, metadata
@@ -105,8 +116,12 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
             for index, model_param, param_range in self._params_in_model_space_order():
                 live = self._get_main_param_and_optimizer_states(model_param)
                 for key, entry in param_state[index].items():
-                    shard = entry.data.view(-1)[param_range.start : param_range.end]
-                    shard.copy_(live[key].detach())
+                    state = live[key].detach()
+                    if _is_whole(state, entry.data) and not _share_memory(state, model_param):
+                        entry.data = state.view(entry.data.shape)
+                    else:
+                        shard = entry.data.view(-1)[param_range.start : param_range.end]
+                        shard.copy_(state)
         return param_state
 
     @contextmanager
@@ -124,12 +139,27 @@ class DistributedOptimizer(upstream.DistributedOptimizer):
         offsets that count it: from the second bucket on, parameters would get their neighbours'
         values as soon as a bucket doesn't end on a multiple of the padding.
         """
+        keep_bucket_padding = getattr(self, '_keep_bucket_padding', False)
+        if keep_bucket_padding and kwargs.get('empty_data'):
+            return self._unwritten_world_tensors()
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
-        if state is not None and getattr(self, '_keep_bucket_padding', False):
+        if state is not None and keep_bucket_padding:
             for index, buffer in enumerate(self.buffers):
                 for world_tensors in state[index].values():
                     _insert_bucket_padding(world_tensors, buffer.buckets)
         return state
+
+    def _unwritten_world_tensors(self):
+        # Upstream fills them with zeros. Memory that nobody writes to costs nothing, and of what
+        # is not read from the checkpoint only this rank's shards matter.
+        keys = ('param', *getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq')))
+        return {
+            index: {
+                dtype: {key: torch.empty(_size(buffer.buckets)) for key in keys}
+                for dtype in self.gbuf_ranges[index]
+            }
+            for index, buffer in enumerate(self.buffers)
+        }
 
     def _params_in_model_space_order(self):
         """Index in the fully reshardable state, parameter, and this rank's range in it."""
@@ -232,7 +262,24 @@ def _insert_bucket_padding(world_tensors: dict, buckets: list) -> None:
     for key, packed in world_tensors.items():
         if not isinstance(packed, torch.Tensor):
             continue
-        spread = packed.new_zeros(buckets[-1].offset + sizes[-1])
+        spread = packed.new_zeros(_size(buckets))
         for bucket, start, size in zip(buckets, starts, sizes, strict=True):
             spread[bucket.offset : bucket.offset + size] = packed[start : start + size]
         world_tensors[key] = spread
+
+
+def _size(buckets: list) -> int:
+    return buckets[-1].offset + buckets[-1].numel_unpadded
+
+
+def _is_whole(state: torch.Tensor, template: torch.Tensor) -> bool:
+    return (state.numel(), state.dtype, state.device) == (
+        template.numel(),
+        template.dtype,
+        template.device,
+    )
+
+
+def _share_memory(state: torch.Tensor, model_param: torch.Tensor) -> bool:
+    # A main parameter in fp32 is a view of the model's, which is read by itself.
+    return state.untyped_storage().data_ptr() == model_param.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-from megatron.core.dist_checkpointing.checkpoint_layout import read_checkpoint_layout
+from megatron.core.dist_checkpointing.checkpoint_layout import check_sources, read_checkpoint_layout
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -205,7 +205,7 @@ def load_into_hybrid(path, pattern, again, **model):
     def prepare(state):
         for part in ('model', 'optimizer'):
             interop.retarget_sharded_state_dict_to_gpt_checkpoint(state[part], maps)
-        interop.check_sources({part: state[part] for part in ('model', 'optimizer')}, layout)
+        check_sources({part: state[part] for part in ('model', 'optimizer')}, layout)
         return state
 
     with model_parallel(seed=99):

@@ -1,0 +1,59 @@
+"""One process of load.py: ``load_checkpoint`` of a real run, timed, then the end.
+
+    python -m benchmarks.timed_load LOADS [arguments of tests.cpu_megatron.pretrain]
+
+Prints a JSON line per load: seconds, MiB that the process held at most during the load, and MiB
+that it holds after it.
+"""
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+from tests import cpu_megatron
+
+
+def main() -> None:
+    """The first argument is the number of loads, the rest is what ``pretrain`` takes."""
+    loads, *arguments = sys.argv[1:]
+    cpu_megatron.install()
+    cpu_megatron.activate_overlay()
+    from megatron.training import checkpointing, get_args, training
+
+    from tests.cpu_megatron import pretrain
+
+    def timed_load(*load_arguments, **options):
+        args = get_args()
+        for _ in range(int(loads)):
+            # load_checkpoint wants to be the first one in its process.
+            args.consumed_train_samples = args.consumed_valid_samples = 0
+            gc.collect()
+            reset_peak()
+            start = time.perf_counter()
+            checkpointing.load_checkpoint(*load_arguments, **options)
+            seconds = time.perf_counter() - start
+            measured = {'s': seconds, 'peak': memory('VmHWM'), 'held': memory('VmRSS')}
+            print('LOAD', json.dumps(measured))
+        sys.exit()
+
+    training.load_checkpoint = timed_load
+    pretrain.main(arguments)
+
+
+def reset_peak() -> None:
+    """Let VmHWM start again from what the process holds now."""
+    Path('/proc/self/clear_refs').write_text('5')
+
+
+def memory(field: str) -> float:
+    """MiB in a field of /proc/self/status."""
+    for line in Path('/proc/self/status').read_text().splitlines():
+        if line.startswith(f'{field}:'):
+            return int(line.split()[1]) / 1024
+    raise KeyError(field)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,117 @@
+"""The finder over a tree that has megatron-core's shape and nothing in it, so that it is quick."""
+
+import pytest
+
+from megatron_overlay._finder import OverlayFinder
+from tests.unit_tests.overlay.conftest import REPOSITORY
+
+NAME = 'megatron.core.optimizer.distrib_optimizer'
+IMPORT = f'import {NAME} as module; print(module.__file__)'
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Makes a tree in which the extended module is empty but for what the overlay needs of it."""
+
+    def make(package_info):
+        core = tmp_path / 'tree' / 'megatron' / 'core'
+        (core / 'optimizer').mkdir(parents=True)
+        for package in core, core / 'optimizer':
+            (package / '__init__.py').touch()
+        if package_info is not None:
+            (core / 'package_info.py').write_text(package_info)
+        (core / 'optimizer' / 'distrib_optimizer.py').write_text(
+            'class DistributedOptimizer:\n    """Upstream\'s."""\n'
+        )
+        return core.parents[1]
+
+    return make
+
+
+def release(version, pre_release=''):
+    numbers = zip(['MAJOR', 'MINOR', 'PATCH'], version.split('.'), strict=True)
+    lines = [f'{name} = {number}' for name, number in numbers]
+    return '\n'.join([*lines, f'PRE_RELEASE = {pre_release!r}  # as upstream has it', ''])
+
+
+@pytest.mark.parametrize(
+    ('package_info', 'shown'),
+    [
+        (release('0.17.1'), '0.17.1'),
+        (release('0.20.0'), '0.20.0'),
+        (release('1.19.0'), '1.19.0'),
+        (release('0.1.9'), '0.1.9'),
+        (release('0.190.0'), '0.190.0'),
+        (release('0.19.0', 'rc0'), '0.19.0rc0'),
+        (release('0.20.0', '.dev1'), '0.20.0.dev1'),
+        ('VERSION = (0, 19, 2)\n', 'unknown'),
+        (None, 'unknown'),
+    ],
+)
+def test_other_versions_stay_stock_with_one_warning(without_core, tree, package_info, shown):
+    directory = tree(package_info)
+    code = f'{IMPORT}\nimport megatron.core.optimizer.optimizer'
+    (directory / 'megatron' / 'core' / 'optimizer' / 'optimizer.py').touch()
+    run = without_core.run('-c', code, path=directory)
+    assert run.returncode == 0
+    assert run.stdout.startswith(str(directory))
+    (warning,) = [line for line in run.stderr.splitlines() if 'megatron_overlay' in line]
+    assert warning.endswith(
+        f'it supports megatron-core 0.18 and 0.19, and {directory}/megatron/core is version '
+        f'{shown}. megatron-core runs unmodified.'
+    )
+    status = without_core.run('-m', 'megatron_overlay', path=directory)
+    assert status.returncode == 1 and 'out: supported are releases' in status.stdout
+
+
+def test_switched_off(without_core, tree):
+    directory = tree(release('0.19.0'))
+    run = without_core.run('-c', IMPORT, path=directory, MEGATRON_OVERLAY='0')
+    assert run.stdout.startswith(str(directory)) and not run.stderr
+
+
+def test_without_megatron_nothing_is_said(without_core):
+    run = without_core.run('-c', 'import sys; print(sorted(sys.modules))')
+    assert 'megatron_overlay' in run.stdout and 'torch' not in run.stdout and not run.stderr
+    run = without_core.run('-c', 'import megatron.core')
+    assert "No module named 'megatron'" in run.stderr and 'megatron_overlay' not in run.stderr
+
+
+def test_activating_after_an_import_is_refused(stock, tree):
+    directory = tree(release('0.19.0'))
+    code = f'{IMPORT}\nimport megatron_overlay\nmegatron_overlay.activate()'
+    run = stock.run('-c', code, path=f'{directory}:{REPOSITORY}')
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == (
+        f'RuntimeError: megatron_overlay.activate() was called after {NAME} had been imported; '
+        f'call it before the first import of megatron.'
+    )
+
+
+def test_activating_again_changes_nothing(stock, tree):
+    code = (
+        'import sys, megatron_overlay as overlay\n'
+        'assert overlay.activate() and overlay.activate()\n'
+        'assert sys.meta_path.count(overlay.finder) == 1 and sys.meta_path[0] is overlay.finder\n'
+        'import megatron.core.optimizer; assert overlay.activate()'
+    )
+    run = stock.run('-c', code, path=f'{tree(release("0.18.3"))}:{REPOSITORY}')
+    assert run.returncode == 0, run.stderr
+
+
+def test_extending_a_module_that_upstream_lacks_is_an_error(stock, tree):
+    directory = tree(release('0.19.0'))
+    (directory / 'megatron' / 'core' / 'optimizer' / 'distrib_optimizer.py').unlink()
+    code = f'import megatron_overlay\nmegatron_overlay.activate()\n{IMPORT}'
+    run = stock.run('-c', code, path=f'{directory}:{REPOSITORY}')
+    assert 'ImportError: megatron-core 0.19.0 has no module' in run.stderr
+
+
+def test_names_outside_the_tree_are_left_alone(tmp_path):
+    (tmp_path / 'megatron' / 'core').mkdir(parents=True)
+    (tmp_path / 'megatron' / 'core' / 'added.py').touch()
+    finder = OverlayFinder(str(tmp_path), ('0.18', '0.19'))
+    assert finder.files == {'megatron.core.added': str(tmp_path / 'megatron/core/added.py')}
+    for name in 'megatron', 'megatron.core', 'megatron.core.other', 'megatronic', 'torch':
+        assert finder.find_spec(name) is None
+    assert finder.find_spec('megatron.core.added').origin == finder.files['megatron.core.added']

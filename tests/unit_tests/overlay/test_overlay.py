@@ -1,0 +1,197 @@
+"""The overlay, installed from its wheel, over the real megatron-core."""
+
+import hashlib
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.unit_tests.overlay.conftest import REPOSITORY, copy_environment, core_directory
+
+PLAIN_USER = Path(__file__).with_name('plain_user.py')
+WARNING = 'megatron_overlay stays out'
+EXTENDED = ['megatron.core.optimizer.distrib_optimizer', 'megatron.training.checkpointing']
+REPLACED = 'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
+TOOLS = {
+    'megatron-weighted-merge': 'weighted_merge.py',
+    'megatron-convert-pp-vpp': 'convert_ckpt_pp_vpp.py',
+}
+
+
+def facts(run):
+    """What plain_user.py printed."""
+    assert run.returncode == 0, run.stderr[-3000:]
+    (line,) = [line for line in run.stdout.splitlines() if 'FACTS' in line]
+    return json.loads(line.partition('FACTS ')[2])
+
+
+def path_in(directory, name):
+    return str(directory.joinpath(*name.split('.'))) + '.py'
+
+
+def assert_overlaid(found, environment, upstream):
+    """The facts are those of upstream's tree with the overlay's modules in it."""
+    tree = environment.site_packages / 'megatron_overlay' / 'tree'
+    overlaid = {name: path_in(tree, name) for name in [REPLACED, *EXTENDED]}
+    checkpointing = path_in(upstream, 'megatron.training.checkpointing')
+    assert found['files'] == overlaid
+    assert found['module'] == EXTENDED[0]
+    assert found['qualname'] == 'DistributedOptimizer'
+    assert found['bases'].count('DistributedOptimizer') == 2
+    for fact in 'one class', 'pickled', 'instance pickled', 'isinstance':
+        assert found[fact], fact
+    assert found['source file'] == checkpointing
+    assert found['source'].startswith('def save_checkpoint(')
+    assert found['mocked']['file'] == checkpointing
+    # The line that a traceback names is the one that upstream's file has there.
+    assert found['mocked']['line'].startswith('assert ')
+    assert '71' in found['mocked']['message'] and '72' in found['mocked']['message']
+    assert found['reloaded'] == {
+        'same module': True,
+        'upstream': True,
+        'code': overlaid['megatron.training.checkpointing'],
+        'files': overlaid,
+    }
+
+
+def test_wheel_owns_no_path_of_another_distribution(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = [name for name in names if name.endswith('entry_points.txt')]
+        scripts = archive.read(entry_points).decode()
+        start_up = archive.read('megatron_overlay.pth').decode()
+    own = ('megatron_overlay/', 'megatron_checkpoint_toolkit-')
+    assert [name for name in names if not name.startswith(own)] == ['megatron_overlay.pth']
+    assert start_up == 'import megatron_overlay; megatron_overlay.activate()\n'
+    assert {line.partition(' = ')[0] for line in scripts.splitlines() if '=' in line} == set(TOOLS)
+    # Everything is in it.
+    for folder, place in ('megatron', 'megatron_overlay/tree/megatron'), ('tools', None):
+        place = place or f'megatron_overlay/{folder}'
+        for file in (REPOSITORY / folder).rglob('*.py'):
+            assert f'{place}/{file.relative_to(REPOSITORY / folder)}' in names
+
+
+def test_plain_script_under_torchrun_with_core_in_site_packages(installed):
+    run = installed.run(
+        *('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=1'),
+        *(PLAIN_USER, '--child'),
+    )
+    found = facts(run)
+    assert_overlaid(found, installed, installed.site_packages)
+    assert found['child'] == found['files']
+    assert WARNING not in run.stderr
+
+
+def test_plain_script_in_a_source_tree(installed, source_tree):
+    # As Megatron-LM's own scripts do, it stands in the tree's root, before site-packages.
+    tree = source_tree()
+    script = shutil.copy(PLAIN_USER, tree / 'pretrain.py')
+    assert_overlaid(facts(installed.run(script)), installed, tree)
+
+
+def test_editable_installation_of_core(without_core, tmp_path, source_tree):
+    tree = source_tree()
+    (tree / 'pyproject.toml').write_text(
+        '[project]\nname = "megatron-core"\nversion = "0.1"\n'
+        '[tool.setuptools.packages.find]\ninclude = ["megatron.core", "megatron.core.*"]\n'
+    )
+    environment = copy_environment(without_core, tmp_path / 'environment')
+    environment.pip('install', '--no-deps', '--no-index', '--no-build-isolation', '-e', str(tree))
+    code, lines = status(environment.run('-m', 'megatron_overlay'))
+    assert code == 0 and str(tree / 'megatron' / 'core') in lines[1]
+
+
+def test_unsupported_version_runs_unmodified_with_one_warning(without_core, source_tree):
+    tree = source_tree(MAJOR=0, MINOR=20, PATCH=0)
+    run = without_core.run(PLAIN_USER, path=tree)
+    found = facts(run)
+    assert run.stderr.count(WARNING) == 1
+    assert f'{tree}/megatron/core is version 0.20.0' in run.stderr
+    for name, file in found['files'].items():
+        expected = path_in(tree, name)
+        assert file == (expected if Path(expected).exists() else None)
+    assert found['bases'].count('DistributedOptimizer') == 1
+    assert found['reloaded']['code'] == path_in(tree, 'megatron.training.checkpointing')
+
+
+def test_uninstalling_leaves_core_as_it_was(installed, stock, tmp_path):
+    environment = copy_environment(installed, tmp_path / 'environment')
+    environment.pip('uninstall', '--yes', 'megatron-checkpoint-toolkit')
+    assert contents(environment.site_packages) == contents(stock.site_packages)
+    assert not [path for path in (environment.root / 'bin').iterdir() if path.name in TOOLS]
+    run = environment.run('-c', 'import sys; print(sys.meta_path)')
+    assert run.returncode == 0 and not run.stderr and 'Overlay' not in run.stdout
+
+
+def contents(directory):
+    # Running modules in it adds compiled ones; those aren't megatron-core's files.
+    return {
+        str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in directory.rglob('*')
+        if file.is_file() and '__pycache__' not in file.parts
+    }
+
+
+def test_installing_changes_no_file_that_was_there(installed, stock):
+    before, after = contents(stock.site_packages), contents(installed.site_packages)
+    assert {path: after.get(path) for path in before} == before
+    added = {path.partition('/')[0].partition('-')[0] for path in after.keys() - before.keys()}
+    assert added == {'megatron_overlay', 'megatron_overlay.pth', 'megatron_checkpoint_toolkit'}
+
+
+def status(run):
+    """Exit status and the lines that ``python -m megatron_overlay`` printed."""
+    assert not run.stderr
+    return run.returncode, run.stdout.splitlines()
+
+
+def test_status_active(installed):
+    code, lines = status(installed.run('-m', 'megatron_overlay'))
+    assert code == 0
+    assert str(installed.site_packages / 'megatron' / 'core') in lines[1]
+    assert 'active:' in lines
+    upstream = core_directory().parent
+    roles = dict(reversed(line.split()) for line in lines[lines.index('active:') + 1 :])
+    for name in EXTENDED:
+        assert roles[name] == 'extends'
+    exists = Path(path_in(upstream, REPLACED)).exists()
+    assert roles[REPLACED] == ('replaces' if exists else 'adds')
+    overlay = {
+        '.'.join(file.relative_to(REPOSITORY).with_suffix('').parts)
+        for file in (REPOSITORY / 'megatron').rglob('*.py')
+    }
+    assert set(roles) == overlay
+
+
+def test_status_off(installed):
+    code, lines = status(installed.run('-m', 'megatron_overlay', MEGATRON_OVERLAY='0'))
+    assert code == 1 and lines[-1] == 'off: MEGATRON_OVERLAY=0'
+
+
+def test_status_over_an_unsupported_version(without_core, source_tree):
+    tree = source_tree(MINOR=17)
+    code, lines = status(without_core.run('-m', 'megatron_overlay', path=tree))
+    assert code == 1 and lines[-1] == 'out: supported are releases of 0.18 and 0.19'
+    assert f'{tree}/megatron/core' in lines[-2]
+
+
+def test_status_without_megatron(without_core):
+    code, lines = status(without_core.run('-m', 'megatron_overlay'))
+    assert code == 1 and lines[-1].startswith('megatron-core: not found')
+
+
+def test_status_in_a_checkout_that_is_not_installed(stock):
+    code, lines = status(stock.run('-m', 'megatron_overlay', path=REPOSITORY))
+    assert code == 1 and lines[-1].startswith('not active in plain processes')
+
+
+@pytest.mark.parametrize('command', TOOLS)
+def test_console_commands(installed, command):
+    if not (REPOSITORY / 'tools' / 'checkpoint' / TOOLS[command]).exists():
+        pytest.skip(f'tools/checkpoint/{TOOLS[command]} is not there')
+    script = installed.root / 'bin' / command
+    assert script.read_text().startswith(f'#!{installed.python}')
+    run = installed.run(script, '--help')
+    assert run.returncode == 0 and 'usage: ' in run.stdout

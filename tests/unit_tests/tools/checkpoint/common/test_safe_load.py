@@ -1,0 +1,233 @@
+"""Nothing in a checkpoint runs, and what is refused is named."""
+
+import argparse
+import collections
+import io
+import os
+import pickle
+import signal
+import types
+import zipfile
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+
+
+class Hostile:
+    """Its unpickling creates a file."""
+
+    def __init__(self, proof):
+        self.proof = str(proof)
+
+    def __reduce__(self):
+        return os.mkdir, (self.proof,)
+
+
+@pytest.fixture
+def proof(tmp_path):
+    return tmp_path / 'code-has-run'
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    directory = tmp_path / 'checkpoint'
+    dcp.save(
+        {'model.weight': torch.arange(6, dtype=torch.bfloat16), 'model.bytes': io.BytesIO(b'x')},
+        checkpoint_id=directory,
+        no_dist=True,
+    )
+    return directory
+
+
+def test_metadata_equals_what_dcp_reads(checkpoint):
+    ours = load_dcp_metadata(checkpoint)
+    theirs = pickle.loads((checkpoint / '.metadata').read_bytes())
+    assert ours == theirs and isinstance(ours, Metadata)
+    assert load_dcp_metadata(checkpoint / '.metadata', trust=True) == theirs
+
+
+@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_hostile_metadata_is_refused_unless_trusted(checkpoint, proof, protocol):
+    metadata = load_dcp_metadata(checkpoint)
+    metadata.planner_data = Hostile(proof)
+    (checkpoint / '.metadata').write_bytes(pickle.dumps(metadata, protocol))
+    with pytest.raises(CheckpointError, match=r'\.metadata: refused class posix\.mkdir; .*trust'):
+        load_dcp_metadata(checkpoint)
+    assert not proof.exists()
+    load_dcp_metadata(checkpoint, trust=True)
+    assert proof.exists()
+
+
+@pytest.mark.parametrize(
+    'module, name',
+    [
+        ('builtins', 'eval'),
+        ('builtins', 'getattr'),
+        ('os', 'system'),
+        ('torch', 'load'),
+        ('torch.distributed.checkpoint.metadata', 'os'),
+        ('torch.hub', 'load'),
+        ('torch.distributed.checkpoint.filesystem', 'FileSystemReader'),
+        ('torch.distributed.checkpoint.metadata', 'os.system'),
+        ('collections', 'namedtuple'),
+    ],
+)
+def test_other_globals_of_admitted_modules_are_refused_too(tmp_path, module, name):
+    data = (
+        pickle.PROTO
+        + b'\x04'
+        + b''.join(b'\x8c' + bytes([len(text)]) + text.encode() for text in (module, name))
+        + pickle.STACK_GLOBAL
+        + pickle.STOP
+    )
+    (tmp_path / '.metadata').write_bytes(data)
+    with pytest.raises(CheckpointError, match=f'refused class {module}.{name}'):
+        load_dcp_metadata(tmp_path)
+
+
+def test_a_pickle_that_changes_an_admitted_class_is_refused_and_undone(tmp_path):
+    # BUILD with a (None, dict) state sets attributes on whatever is on the stack, classes too
+    before = Metadata.__init__
+    state = pickle.dumps((None, {'__init__': print.__name__, 'extra': 1}), 2)[2:-1]
+    (tmp_path / '.metadata').write_bytes(
+        pickle.PROTO
+        + b'\x02'
+        + b'ctorch.distributed.checkpoint.metadata\nMetadata\n'
+        + state
+        + pickle.BUILD
+        + pickle.STOP
+    )
+    with pytest.raises(CheckpointError, match='refused class Metadata with changed attributes'):
+        load_dcp_metadata(tmp_path)
+    assert Metadata.__init__ is before and not hasattr(Metadata, 'extra')
+
+
+@pytest.mark.parametrize(
+    'data',
+    [
+        b'',
+        b'\x80',
+        b'garbage',
+        b'\0' * 64,
+        pickle.dumps({'a': 1}),
+        pickle.dumps(None),
+        pickle.dumps(Metadata({})),
+        pickle.dumps(StorageMeta()),
+    ],
+)
+def test_what_is_no_metadata_is_said_so(tmp_path, data):
+    (tmp_path / '.metadata').write_bytes(data)
+    with pytest.raises(CheckpointError, match=r'\.metadata: (not|holds)') as caught:
+        load_dcp_metadata(tmp_path)
+    assert '\n' not in str(caught.value)
+
+
+def test_metadata_truncated_anywhere(checkpoint):
+    data = (checkpoint / '.metadata').read_bytes()
+    for length in range(0, len(data), 7):
+        (checkpoint / '.metadata').write_bytes(data[:length])
+        with pytest.raises(CheckpointError):
+            load_dcp_metadata(checkpoint)
+
+
+def test_metadata_missing(tmp_path):
+    with pytest.raises(CheckpointError, match='no such file; the save .* was not finished'):
+        load_dcp_metadata(tmp_path)
+
+
+def test_what_megatron_stores_loads(tmp_path):
+    state = {
+        'args': argparse.Namespace(
+            dtype=torch.bfloat16,
+            path=Path('/x'),
+            backend=AttnBackend.auto,
+            size=torch.Size([2]),
+            signal=signal.SIGTERM,
+            model_type=ModelType.encoder_or_decoder,
+            nothing=None,
+        ),
+        'optimizer': OptimizerConfig(lr=0.5),
+        'rng': ['MT19937', numpy.arange(4, dtype=numpy.uint32), 3, numpy.float64(0.25)],
+        'scalars': [numpy.float32(1.5), numpy.int64(3), numpy.bool_(True)],
+        'extra': io.BytesIO(b'abc'),
+        'order': collections.OrderedDict(a=1),
+        'simple': types.SimpleNamespace(b=2),
+    }
+    torch.save(state, tmp_path / 'common.pt')
+    loaded = load_torch(tmp_path / 'common.pt')
+    assert loaded['args'] == state['args']
+    assert loaded['optimizer'] == state['optimizer']
+    assert loaded['rng'][1].tolist() == [0, 1, 2, 3] and loaded['rng'][3] == 0.25
+    assert loaded['scalars'] == state['scalars']
+    assert loaded['extra'].getvalue() == b'abc'
+    assert load_torch(io.BytesIO((tmp_path / 'common.pt').read_bytes()), name='x')['simple'].b == 2
+
+
+def test_hostile_torch_file_is_refused_unless_trusted(tmp_path, proof):
+    file = tmp_path / 'common.pt'
+    torch.save({'args': Hostile(proof)}, file)
+    with pytest.raises(CheckpointError, match=r'common\.pt: refused class posix\.mkdir') as caught:
+        load_torch(file)
+    assert '\n' not in str(caught.value) and not proof.exists()
+    load_torch(file, trust=True)
+    assert proof.exists()
+
+
+@pytest.mark.parametrize('keep', [0, 1, 10, 200, -1, -30])
+def test_truncated_and_garbage_torch_files_give_one_line(tmp_path, keep):
+    file = tmp_path / 'common.pt'
+    torch.save({'a': torch.arange(100)}, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r'common\.pt: ') as caught:
+        load_torch(file)
+    assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('data', [b'garbage', b'\x80\x02N.', b'PK\x03\x04' + b'\0' * 60])
+def test_garbage_torch_file(tmp_path, data):
+    (tmp_path / 'x.pt').write_bytes(data)
+    with pytest.raises(CheckpointError, match=r'x\.pt: no torch\.save file'):
+        load_torch(tmp_path / 'x.pt')
+
+
+def test_what_numpy_1_wrote_loads(tmp_path):
+    buffer = io.BytesIO()
+    torch.save({'rng': numpy.arange(4, dtype=numpy.uint32), 'loss': numpy.float32(2)}, buffer)
+    assert b'numpy._core' in buffer.getvalue()
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(tmp_path / 'old.pt', 'w') as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b'numpy._core', b'numpy.core'))
+    loaded = load_torch(tmp_path / 'old.pt')
+    assert loaded['loss'] == 2 and loaded['rng'].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize('value', [Hostile, Path.cwd, torch.nn.Linear(1, 1)])
+def test_classes_functions_and_modules_are_refused_by_name(tmp_path, value):
+    torch.save({'args': value}, tmp_path / 'common.pt')
+    with pytest.raises(CheckpointError, match=r'refused class \S*(Hostile|cwd|getattr|Linear);'):
+        load_torch(tmp_path / 'common.pt')
+
+
+def test_mapped_tensors_and_missing_files(tmp_path):
+    torch.save({'a': torch.arange(100)}, tmp_path / 'a.pt')
+    assert torch.equal(load_torch(tmp_path / 'a.pt', mmap=True)['a'], torch.arange(100))
+    with pytest.raises(CheckpointError, match='no such file'):
+        load_torch(tmp_path / 'b.pt')
+
+
+def test_loading_leaves_the_globals_that_core_registered(tmp_path):
+    before = set(map(str, torch.serialization.get_safe_globals()))
+    torch.save({'a': 1}, tmp_path / 'a.pt')
+    load_torch(tmp_path / 'a.pt')
+    assert set(map(str, torch.serialization.get_safe_globals())) == before
+    assert any('UInt32DType' in entry for entry in before)

@@ -1,0 +1,40 @@
+"""Real legacy checkpoints that several of the converter's tests read."""
+
+import pytest
+
+from tests.unit_tests.tools.checkpoint.pp_vpp_runs import run
+
+UNEVEN = (
+    '--num-layers 6 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 '
+    '--decoder-last-pipeline-num-layers 1 --exit-interval 2'
+)
+
+
+@pytest.fixture(scope='session')
+def pp4(tmp_path_factory):
+    """PP 4 with 1, 2, 2, 1 layers, bf16 with fp32 masters, tied embeddings, torch AdamW."""
+    root = tmp_path_factory.mktemp('pp4') / 'source'
+    run(4, UNEVEN, f'--bf16 --save {root}')
+    return root
+
+
+@pytest.fixture(scope='session')
+def pp4_tp2(tmp_path_factory):
+    """The same with TP 2, from other initial weights."""
+    root = tmp_path_factory.mktemp('pp4_tp2') / 'source'
+    run(8, UNEVEN, f'--bf16 --tensor-model-parallel-size 2 --seed 7 --save {root}')
+    return root
+
+
+@pytest.fixture(scope='session')
+def vpp(tmp_path_factory):
+    """PP 2 x VPP 2 with one layer a chunk, fp32, untied, FusedAdam's convention."""
+    root = tmp_path_factory.mktemp('vpp') / 'source'
+    run(
+        2,
+        '--num-layers 4 --pipeline-model-parallel-size 2 --exit-interval 2 '
+        '--num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights',
+        f'--save {root}',
+        optimizer='fused_adam',
+    )
+    return root

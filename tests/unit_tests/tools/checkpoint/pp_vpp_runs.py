@@ -1,0 +1,246 @@
+"""Real ``megatron.training`` runs for the converter's tests, forked from a warm process.
+
+Each rank is forked from a server that has torch and megatron loaded, so a run costs its training
+only. What a run computed is recorded under names that don't depend on the layout: those of the
+model's own parameters, with Megatron's global layer number.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.cpu_megatron.torchrun import free_port
+
+WARM = 'tests.unit_tests.tools.checkpoint.pp_vpp_warm'
+TINY = (
+    '--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 8 '
+    '--max-position-embeddings 8 --ckpt-format torch --clip-grad 1000'
+).split()  # the gradient norm is computed, and changes no gradient
+
+_context = None
+
+
+def context():
+    """The fork server's; started on first use."""
+    global _context
+    if _context is None:
+        os.environ.setdefault('OMP_NUM_THREADS', '1')
+        _context = multiprocessing.get_context('forkserver')
+        _context.set_forkserver_preload([WARM])
+    return _context
+
+
+def run(nproc, *arguments, record=None, optimizer='torch_adam', kind='gpt', timeout=180):
+    """Train in ``nproc`` ranks and wait.
+
+    Args:
+        nproc: world size
+        arguments: megatron's, each may hold several words
+        record: directory that gets a file a rank with what the run computed
+        optimizer: 'torch_adam', or 'fused_adam' for its conventions
+    """
+    words = [word for argument in arguments for word in str(argument).split()]
+    port = free_port()
+    with tempfile.NamedTemporaryFile('r', prefix='pp-vpp-run-', suffix='.log') as log:
+        settings = (nproc, port, kind, [*TINY, *words], record, optimizer, log.name)
+        processes = [
+            context().Process(target=_rank, args=(rank, *settings)) for rank in range(nproc)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * nproc, f'{words}: {codes}\n{log.read()[-4000:]}'
+
+
+def _rank(rank, world, port, kind, words, record, optimizer, log):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR='127.0.0.1',
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    import tests.cpu_megatron.pretrain as pretrain
+
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    _forbid_lenient_loading()
+    try:
+        if optimizer == 'fused_adam':
+            _use_fused_adam()
+        if '--mtp-num-layers' in words:
+            _build_multi_token_prediction()
+        if record:
+            _record(Path(record), rank)
+        pretrain.main([kind, *words])
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            traceback.print_exc()
+            os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _forbid_lenient_loading():
+    """Megatron loads again, leniently, what it can't load strictly; that must not pass here."""
+    load_state_dict = torch.nn.Module.load_state_dict
+
+    def strictly(self, state_dict, strict=True, **kwargs):
+        assert strict, "the checkpoint doesn't load strictly"
+        return load_state_dict(self, state_dict, strict, **kwargs)
+
+    torch.nn.Module.load_state_dict = strictly
+
+
+def _use_fused_adam():
+    """What ``megatron.core.optimizer`` would have imported had it found Apex."""
+    import megatron.core.optimizer as optimizer
+
+    from tests.cpu_megatron.fused_adam_convention import FusedAdam
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+
+
+def _build_multi_token_prediction():
+    """Give the tiny GPT its prediction layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    import tests.cpu_megatron.models as models
+
+    build_gpt = models.build_gpt
+
+    def with_prediction(config, vp_stage=None, **options):
+        spec = get_gpt_mtp_block_spec(
+            config, models.gpt_layer_spec(config), use_transformer_engine=False, vp_stage=vp_stage
+        )
+        return build_gpt(config, vp_stage, mtp_block_spec=spec, **options)
+
+    models.build_gpt = with_prediction
+
+
+def _record(directory, rank):
+    from megatron.training import training
+
+    train_step, train = training.train_step, training.train
+    steps = []
+
+    def recorded_step(forward_step_func, data_iterator, model, *args, **kwargs):
+        result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+        steps.append(
+            {
+                'losses': {name: float(value) for name, value in result[0].items()},
+                'grad norm': result[5],
+                'grads': dict(_gradients(model)),
+            }
+        )
+        return result
+
+    def recorded_train(forward_step_func, model, optimizer, *args, **kwargs):
+        try:
+            return train(forward_step_func, model, optimizer, *args, **kwargs)
+        finally:
+            directory.mkdir(exist_ok=True)
+            state = {'steps': steps, 'state': dict(_state(model, optimizer))}
+            torch.save(state, directory / f'{rank}.pt')
+
+    training.train_step, training.train = recorded_step, recorded_train
+
+
+def _global_names(model):
+    """(name that every layout has, parameter) of each parameter of this rank."""
+    from megatron.core import parallel_state
+
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    ep = parallel_state.get_expert_model_parallel_rank()
+    for chunk in model:
+        module = chunk
+        while hasattr(module, 'module'):
+            module = module.module
+        for name, param in module.named_parameters():
+            if name.startswith('decoder.layers.'):
+                _, _, local, rest = name.split('.', 3)
+                number = module.decoder.layers[int(local)].layer_number - 1
+                name = f'decoder.layers.{number}.{rest}'
+            shard = f'tp{tp}.ep{ep}' if '.experts.' in name else f'tp{tp}'
+            yield f'{shard}.{name}', param
+
+
+def _gradients(model):
+    for name, param in _global_names(model):
+        yield name, param.main_grad.detach().clone()
+
+
+def _state(model, optimizer):
+    inner = {}
+    for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        for group in part.optimizer.param_groups if part.optimizer else []:
+            for param in group['params']:
+                inner[id(param)] = (part.optimizer.state.get(param, {}), group)
+    for name, param in _global_names(model):
+        yield name, param.detach().clone()
+        main = getattr(param, 'main_param', param)
+        if main is not param:
+            yield f'{name}/main', main.detach().clone()
+        moments, group = inner[id(main)]
+        for key, value in moments.items():
+            yield f'{name}/{key}', torch.as_tensor(value).detach().clone()
+        for key in ('lr', 'weight_decay', 'wd_mult', 'step'):
+            if key in group:
+                yield f'{name}/group {key}', torch.as_tensor(group[key]).clone()
+
+
+def records(directory):
+    """All ranks' records together: losses and gradient norms by step, gradients, final state.
+
+    Returns:
+        dict of (kind, step or '', name) to a value; tensors from ranks that hold the same thing
+        (data parallel, tied embeddings apart) must agree
+    """
+    joined = {}
+    for path in sorted(Path(directory).iterdir()):
+        record = torch.load(path)
+        for number, step in enumerate(record['steps']):
+            for name, value in step['losses'].items():
+                joined['loss', number, name] = value
+            joined['grad norm', number, ''] = float(step['grad norm'])
+            for name, value in step['grads'].items():
+                _put(joined, ('grad', number, name), value)
+        for name, value in record['state'].items():
+            _put(joined, ('state', '', name), value)
+    return joined
+
+
+def _put(joined, key, value):
+    assert key not in joined or torch.equal(joined[key], value), key
+    joined[key] = value
+
+
+def differences(one, other):
+    """Keys whose values are not the same bit for bit, missing ones included."""
+    return sorted(
+        str(key)
+        for key in one.keys() | other.keys()
+        if key not in one
+        or key not in other
+        or (
+            not (one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]))
+            if isinstance(one[key], torch.Tensor)
+            else one[key] != other[key]
+        )
+    )

@@ -1,0 +1,264 @@
+"""Runs of real Megatron code on converted checkpoints take the step that the source would take."""
+
+from functools import partial
+
+import pytest
+
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
+from tests.unit_tests.tools.checkpoint.pp_vpp_runs import differences, records, run
+from tools.checkpoint.convert_ckpt_pp_vpp import main
+
+PP2 = '--pipeline-model-parallel-size 2'
+PP4 = '--pipeline-model-parallel-size 4'
+TP2 = '--tensor-model-parallel-size 2'
+VPP = '--num-layers-per-virtual-pipeline-stage 1'
+UNTIED = '--untie-embeddings-and-output-weights'
+MOE = (
+    '--num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --moe-router-topk 2 '
+    '--global-batch-size 8'
+)
+
+
+# name: ranks and arguments of both runs, of the source, conversion, ranks and arguments of the
+# converted run, optimizer
+CASES = {
+    'merge: PP 4 to PP 2 x VPP 2, bf16, tied': (
+        '--num-layers 4 --bf16',
+        4,
+        PP4,
+        'merge --pipeline-size 2',
+        2,
+        f'{PP2} {VPP}',
+        'torch_adam',
+    ),
+    'merge: fp32, untied, FusedAdam': (
+        f'--num-layers 4 {UNTIED}',
+        4,
+        PP4,
+        'merge --pipeline-size 2',
+        2,
+        f'{PP2} {VPP}',
+        'fused_adam',
+    ),
+    'merge: uneven stages': (
+        '--num-layers 6 --bf16',
+        4,
+        f'{PP4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1',
+        'merge --pipeline-size 2',
+        2,
+        f'{PP2} --pipeline-model-parallel-layout Et|tt|tt|tL',
+        'fused_adam',
+    ),
+    'split: PP 2 x VPP 2 to PP 4, fp32, tied': (
+        '--num-layers 4',
+        2,
+        f'{PP2} {VPP}',
+        'split',
+        4,
+        PP4,
+        'torch_adam',
+    ),
+    'split: bf16, untied, FusedAdam': (
+        f'--num-layers 4 --bf16 {UNTIED}',
+        2,
+        f'{PP2} {VPP}',
+        'split',
+        4,
+        PP4,
+        'fused_adam',
+    ),
+    'reshape: adds VPP to a running job, TP 2, bf16, FusedAdam': (
+        f'--num-layers 4 --bf16 {TP2}',
+        4,
+        PP2,
+        'reshape --pipeline-size 2 --virtual-size 2',
+        4,
+        f'{PP2} {VPP}',
+        'fused_adam',
+    ),
+    'reshape: layers per chunk, fp32': (
+        '--num-layers 6',
+        2,
+        PP2,
+        'reshape --pipeline-size 2 --virtual-size 2 --layers-per-chunk 1,2,2,1',
+        2,
+        f'{PP2} --pipeline-model-parallel-layout Et|tt|tt|tL',
+        'torch_adam',
+    ),
+    'reshape: VPP to fewer, larger stages': (
+        '--num-layers 4 --bf16',
+        2,
+        f'{PP2} {VPP}',
+        'reshape --pipeline-size 2 --virtual-size 1',
+        2,
+        PP2,
+        'torch_adam',
+    ),
+    'reshape: to a single stage, untied': (
+        f'--num-layers 4 {UNTIED}',
+        2,
+        f'{PP2} {VPP}',
+        'reshape --pipeline-size 1 --virtual-size 1',
+        1,
+        '',
+        'torch_adam',
+    ),
+    'reshape: from a single stage, untied': (
+        f'--num-layers 4 --bf16 {UNTIED}',
+        1,
+        '',
+        'reshape --pipeline-size 2 --virtual-size 2',
+        2,
+        f'{PP2} {VPP}',
+        'fused_adam',
+    ),
+    'reshape: experts over two ranks, chained optimizers': (
+        f'--num-layers 4 --bf16 {MOE}',
+        4,
+        PP2,
+        'reshape --pipeline-size 2 --virtual-size 2',
+        4,
+        f'{PP2} {VPP}',
+        'torch_adam',
+    ),
+    'merge: hybrid model': (
+        '--hybrid-layer-pattern M-|*-|M*|-- --mamba-head-dim 4',
+        4,
+        PP4,
+        'merge --pipeline-size 2',
+        2,
+        PP2,
+        'fused_adam',
+    ),
+    'merge: multi-token prediction, tied': (
+        '--num-layers 4 --bf16 --mtp-num-layers 1',
+        4,
+        PP4,
+        'merge --pipeline-size 2',
+        2,
+        f'{PP2} {VPP}',
+        'fused_adam',
+    ),
+    'reshape: multi-token prediction, untied': (
+        f'--num-layers 4 --mtp-num-layers 1 {UNTIED}',
+        2,
+        PP2,
+        'reshape --pipeline-size 2 --virtual-size 2',
+        2,
+        f'{PP2} {VPP}',
+        'torch_adam',
+    ),
+    'split: without optimizer': (
+        '--num-layers 4 --bf16 --no-save-optim --no-load-optim',
+        2,
+        f'{PP2} {VPP}',
+        'split',
+        4,
+        PP4,
+        'torch_adam',
+    ),
+    'split: fp16 with a loss scale': (
+        '--num-layers 4 --fp16 --initial-loss-scale 256',
+        2,
+        f'{PP2} {VPP}',
+        'split',
+        4,
+        PP4,
+        'torch_adam',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_converted_run_takes_the_same_step(name, tmp_path):
+    shared, ranks, layout, conversion, new_ranks, new_layout, optimizer = CASES[name]
+    source, converted = tmp_path / 'source', tmp_path / 'converted'
+    train = partial(run, kind='hybrid' if 'hybrid' in name else 'gpt', optimizer=optimizer)
+    train(ranks, shared, layout, f'--save {source} --exit-interval 2')
+    train(ranks, shared, layout, f'--load {source} --exit-interval 3', record=tmp_path / 'expected')
+    assert main([*conversion.split(), '--load-dir', str(source), '--save-dir', str(converted)]) == 0
+    train(
+        new_ranks,
+        shared,
+        new_layout,
+        f'--load {converted} --exit-interval 3',
+        record=tmp_path / 'found',
+    )
+    expected, found = records(tmp_path / 'expected'), records(tmp_path / 'found')
+    # Megatron adds the squared norms of a rank's gradients up before it adds those of the ranks:
+    # another layout sums the same numbers in another order. All else is the same bit for bit.
+    norms = expected.pop(('grad norm', 0, '')), found.pop(('grad norm', 0, ''))
+    assert norms[0] == pytest.approx(norms[1], rel=2**-21)
+    assert differences(expected, found) == []
+    assert sum(kind == 'grad' for kind, _, _ in expected) > 30
+    assert any('.mtp.' in key for _, _, key in expected) == ('multi-token' in name)
+    assert len({str(value) for (kind, _, _), value in expected.items() if kind == 'loss'}) == 1
+
+
+def test_wrong_routing_would_not_pass(tmp_path):
+    """The comparison above sees two layers of a chunk exchanged."""
+    run(2, '--num-layers 4', PP2, f'--save {tmp_path}/source --exit-interval 2')
+    run(
+        2,
+        '--num-layers 4',
+        PP2,
+        f'--load {tmp_path}/source --exit-interval 3',
+        record=tmp_path / 'expected',
+    )
+    state = load(tmp_path / 'source', '00_000')
+    exchange = {'layers.0.': 'layers.1.', 'layers.1.': 'layers.0.'}
+    state['model'] = {
+        next((key.replace(a, b) for a, b in exchange.items() if a in key), key): value
+        for key, value in state['model'].items()
+    }
+    save(state, tmp_path / 'source', '00_000')
+    run(
+        2,
+        '--num-layers 4',
+        PP2,
+        f'--load {tmp_path}/source --exit-interval 3',
+        record=tmp_path / 'found',
+    )
+    assert differences(records(tmp_path / 'expected'), records(tmp_path / 'found'))
+
+
+def test_tied_head_becomes_one_tensor_and_two_again(tmp_path):
+    """Gradients of the two uses add up in another order on one stage, so files are compared."""
+    run(2, '--num-layers 4 --bf16', PP2, f'--save {tmp_path}/two --exit-interval 2')
+    reshape = ['reshape', '--virtual-size', '1']
+    assert (
+        main(
+            [
+                *reshape,
+                '--pipeline-size',
+                '1',
+                '--load-dir',
+                f'{tmp_path}/two',
+                '--save-dir',
+                f'{tmp_path}/one',
+            ]
+        )
+        == 0
+    )
+    one = load(tmp_path / 'one', '00')
+    assert 'output_layer.weight' not in one['model']
+    run(1, '--num-layers 4 --bf16', f'--load {tmp_path}/one --exit-interval 3')  # strict
+    assert (
+        main(
+            [
+                *reshape,
+                '--pipeline-size',
+                '2',
+                '--load-dir',
+                f'{tmp_path}/one',
+                '--save-dir',
+                f'{tmp_path}/again',
+            ]
+        )
+        == 0
+    )
+    for rank in ('00_000', '00_001'):
+        before, after = (load(tmp_path / root, rank) for root in ('two', 'again'))
+        for key in ('model', 'optimizer'):
+            assert same(before[key], after[key]) == []
+            assert list(before['model']) == list(after['model'])

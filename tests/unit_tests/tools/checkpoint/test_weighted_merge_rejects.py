@@ -1,0 +1,303 @@
+"""Weighted merge: what is refused before anything is written, each with one line that names it."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from tests.unit_tests.tools.checkpoint.handmade import (
+    LAYOUT,
+    assert_same,
+    load_tensors,
+    model_tensors,
+    plain_merge,
+    write_checkpoint,
+)
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.weighted_merge import main
+from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
+
+EXTRA = {'decoder.layers.mlp.linear_fc1._extra_state': b'state'}
+QKV = 'decoder.layers.self_attention.linear_qkv.weight'
+
+
+@pytest.fixture(scope='module')
+def good(tmp_path_factory):
+    root = tmp_path_factory.mktemp('good')
+    return write_checkpoint(root / 'iter_0000001', model_tensors(1), extra_states=EXTRA)
+
+
+def refused(good, bad, tmp_path, *parts, **options):
+    """In both orders: one line with ``parts`` that names the culprit, and nothing written."""
+    out = tmp_path / 'deep/out'
+    for pair in ([good, bad], [bad, good]):
+        with pytest.raises(CheckpointError) as caught:
+            merge(pair, [0.5, 0.5], out, **options)
+        message = str(caught.value)
+        assert '\n' not in message
+        for part in parts:
+            assert part in message, message
+        assert str(bad) in message, message
+    assert not (tmp_path / 'deep').exists()
+
+
+def variant(tmp_path, change=lambda model: None, extra=EXTRA, layout=LAYOUT, **options):
+    model = model_tensors(2)
+    change(model)
+    return write_checkpoint(tmp_path / 'bad', model, extra_states=extra, layout=layout, **options)
+
+
+def damaged(good, tmp_path, change):
+    """A copy of the good checkpoint with ``change`` made to its metadata."""
+    bad = tmp_path / 'bad'
+    shutil.copytree(good, bad)
+    metadata = dcp.FileSystemReader(bad).read_metadata()
+    change(metadata)
+    (bad / '.metadata').write_bytes(pickle.dumps(metadata))
+    return bad
+
+
+def test_key_sets(good, tmp_path):
+    bad = variant(tmp_path, lambda m: m.update({'decoder.other': m.pop('output_layer.weight')}))
+    refused(good, bad, tmp_path, 'missing', 'unexpected', 'decoder.other', 'output_layer.weight')
+
+
+def test_extra_state_sets(good, tmp_path):
+    refused(good, variant(tmp_path, extra={}), tmp_path, '_extra_state', 'linear_fc1._extra_state')
+
+
+def test_global_shape(good, tmp_path):
+    bad = variant(tmp_path, lambda m: m.update({QKV: m[QKV][:, :36]}))
+    refused(good, bad, tmp_path, QKV, '(2, 36, 24)', '(2, 72, 24)')
+
+
+def test_layout(good, tmp_path):
+    bad = variant(tmp_path, layout={})
+    refused(good, bad, tmp_path, 'chunk layout', '1 chunks', '4 chunks', '--allow-reshard')
+
+
+def test_dtype(good, tmp_path):
+    bad = variant(tmp_path, lambda m: m.update({QKV: m[QKV].half()}))
+    refused(good, bad, tmp_path, QKV, 'float16', 'bfloat16')
+
+
+def test_nonfloating_tensor(good, tmp_path):
+    bad = variant(tmp_path, lambda m: m.update({'decoder.count': torch.arange(4)}))
+    refused(good, bad, tmp_path, 'decoder.count', 'int64', 'expected floating point')
+
+
+def test_extra_state_that_is_a_tensor(good, tmp_path):
+    bad = variant(tmp_path, lambda m: m.update({'decoder.x._extra_state': torch.ones(4)}))
+    refused(good, bad, tmp_path, 'decoder.x._extra_state', 'stored as a tensor')
+
+
+@pytest.mark.parametrize('key', ['decoder.layers.notes', 'embedding.extra_state', 'model.x_extra'])
+def test_bytes_in_the_model_that_are_no_extra_state(good, tmp_path, key):
+    bad = variant(tmp_path, extra={**EXTRA, key: b'x'})
+    refused(good, bad, tmp_path, key, 'bytes', '_extra_state')
+
+
+@pytest.mark.parametrize('key', ['vision_model.w', 'modelx.w', 'encoder.w', 'xmodel.w'])
+def test_tensors_outside_the_model(good, tmp_path, key):
+    bad = variant(tmp_path, lambda m: m.update({key: torch.ones(3)}))
+    for options in ({}, {'model_only': True}):  # a part of a model is never dropped silently
+        refused(good, bad, tmp_path, key, 'outside the model', **options)
+
+
+def test_bytes_outside_the_model(good, tmp_path):
+    bad = variant(tmp_path, extra={**EXTRA, 'notes': b'x'})
+    refused(good, bad, tmp_path, 'notes', 'outside the model')
+
+
+@pytest.mark.parametrize(
+    'key',
+    [
+        'optimizer.state.exp_avg.decoder.w',
+        'optimizer.state.fp32_param.output_layer.weight',
+        'chained_0.optimizer.state.exp_avg.decoder.w',
+        'optimizer.distributed.dp_group_idx_0.x',
+    ],
+)
+def test_training_state_is_refused_by_name_and_left_unread_on_request(good, tmp_path, key):
+    bad = variant(
+        tmp_path,
+        lambda m: m.update({key: torch.full((5,), torch.nan)}),
+        extra={**EXTRA, 'rng_state': b'rng', 'rerun_state_machine_state': b'r'},
+    )
+    refused(good, bad, tmp_path, 'training state', key, '--model-only')
+    result = merge([bad, good], [0.5, 0.5], tmp_path / 'out', model_only=True)
+    assert result.left_out == 3
+    models = [{k: v for k, v in model_tensors(s).items()} for s in (2, 1)]
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5]))
+
+
+def chunk_of(metadata, index=0):
+    return metadata.state_dict_metadata[QKV].chunks[index]
+
+
+def move_chunk(metadata):
+    chunk_of(metadata, 1).offsets = torch.Size((0, 0, 0))
+
+
+def drop_chunk(metadata):
+    metadata.state_dict_metadata[QKV].chunks.pop()
+
+
+def widen_chunk(metadata):
+    chunk_of(metadata).sizes = torch.Size((2, 20, 24))
+
+
+def overlong_chunk(metadata):
+    chunk_of(metadata, 3).sizes = torch.Size((2, 19, 24))
+
+
+def lose_storage(metadata):
+    index = next(i for i in metadata.storage_data if i.fqn == QKV)
+    del metadata.storage_data[index]
+
+
+def point_outside(metadata):
+    next(iter(metadata.storage_data.values())).relative_path = '../other/__0_0.distcp'
+
+
+def beyond_the_end(metadata):
+    next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).length += 10**6
+
+
+def negative(metadata):
+    next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).offset = -4
+
+
+def transformed(metadata):
+    info = next(i for k, i in metadata.storage_data.items() if k.fqn == QKV)
+    info.transform_descriptors = ['zstd']
+
+
+def untyped(metadata):
+    metadata.state_dict_metadata[QKV] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(
+    'change, part',
+    [
+        (move_chunk, 'stored twice'),
+        (drop_chunk, 'chunks cover'),
+        (widen_chunk, 'chunks overlap'),
+        (overlong_chunk, 'lies outside the tensor'),
+        (lose_storage, 'no storage for'),
+        (point_outside, 'outside the checkpoint'),
+        (beyond_the_end, 'truncated'),
+        (negative, 'negative'),
+        (transformed, 'expected plain'),
+        (untyped, 'expected a tensor'),
+    ],
+)
+def test_metadata_that_can_not_be_true(good, tmp_path, change, part):
+    bad = damaged(good, tmp_path, change)
+    shutil.copytree(good, tmp_path / 'other')
+    if change is untyped:  # its storage is under the chunk's index, not under the key's
+        part = QKV
+    refused(good, bad, tmp_path, part)
+
+
+def test_files_missing_or_short(good, tmp_path):
+    for name, action, part in (
+        ('missing', lambda f: f.unlink(), 'No such file'),
+        ('short', lambda f: f.write_bytes(f.read_bytes()[:-50]), 'truncated'),
+        ('empty', lambda f: f.write_bytes(b''), '0 bytes'),
+    ):
+        bad = tmp_path / name
+        shutil.copytree(good, bad)
+        action(bad / '__0_0.distcp')
+        refused(good, bad, tmp_path, '__0_0.distcp', part)
+
+
+@pytest.mark.parametrize('name', ['.metadata', 'metadata.json'])
+def test_unfinished_checkpoints(good, tmp_path, name):
+    bad = tmp_path / 'bad'
+    shutil.copytree(good, bad)
+    (bad / name).unlink()
+    refused(good, bad, tmp_path, name)
+
+
+def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
+    for iteration in (1, 2, 3):
+        shutil.copytree(good, tmp_path / f'root/iter_000000{iteration}')
+    (tmp_path / 'root/iter_0000002/.metadata').unlink()
+    arguments = [
+        '--merge-inputs',
+        str(tmp_path / 'root'),
+        '--end-checkpoint',
+        '3',
+        '--merge-output',
+        str(tmp_path / 'out'),
+        '--start-checkpoint',
+    ]
+    assert main([*arguments, '1']) == 1
+    assert 'iter_0000002/.metadata' in capsys.readouterr().err
+    assert main([*arguments, '3']) == 0  # out of the range it doesn't matter
+
+
+@pytest.mark.parametrize(
+    'config, part',
+    [
+        ({'sharded_backend': 'fsdp_dtensor'}, 'fsdp_dtensor'),
+        ({'sharded_backend': 'zarr'}, 'zarr'),
+        ({}, 'None'),
+        ([], 'None'),
+        ('text', 'no readable JSON'),
+        ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
+    ],
+)
+def test_other_formats(good, tmp_path, config, part):
+    bad = tmp_path / 'bad'
+    shutil.copytree(good, bad)
+    text = config if isinstance(config, str) else json.dumps(config)
+    (bad / 'metadata.json').write_text(text)
+    refused(good, bad, tmp_path, part)
+
+
+@pytest.mark.parametrize(
+    'name, part',
+    [
+        ('mp_rank_00/model_optim_rng.pt', 'legacy'),
+        ('model.safetensors', 'Hugging Face'),
+        ('pytorch_model.bin', 'not a checkpoint'),
+    ],
+)
+def test_other_kinds_of_checkpoint(good, tmp_path, name, part):
+    file = tmp_path / 'bad' / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'x')
+    refused(good, tmp_path / 'bad', tmp_path, part)
+
+
+def test_a_chunk_that_is_not_what_the_metadata_says(good, tmp_path):
+    """Found while merging, since only the chunk itself tells: nothing is published either."""
+
+    def lie(metadata):
+        entry = metadata.state_dict_metadata['output_layer.weight']
+        entry.size = torch.Size((24, 131))
+        for chunk in entry.chunks:
+            chunk.sizes = torch.Size(tuple(chunk.sizes)[::-1])
+            chunk.offsets = torch.Size(tuple(chunk.offsets)[::-1])
+        for index in list(metadata.storage_data):
+            if index.fqn == 'output_layer.weight':
+                info = metadata.storage_data.pop(index)
+                metadata.storage_data[type(index)(index.fqn, tuple(index.offset)[::-1])] = info
+
+    bad = damaged(good, tmp_path, lie)
+    with pytest.raises(CheckpointError, match='output_layer.weight: holds .* the metadata says'):
+        merge([bad], [1.0], tmp_path / 'out')
+    assert not (tmp_path / 'out').exists()
+
+
+def test_nothing_to_merge(good, tmp_path):
+    with pytest.raises(CheckpointError, match='no checkpoints'):
+        merge([], [], tmp_path / 'out')
+    with pytest.raises(CheckpointError, match="doesn't exist"):
+        merge([tmp_path / 'nowhere'], [1], tmp_path / 'out')

@@ -1,0 +1,1 @@
+"""Parts shared by the checkpoint tools: paths, safe loading, publication, progress."""

@@ -1,0 +1,141 @@
+"""Checkpoint paths: ``iter_XXXXXXX`` directories and ``latest_checkpointed_iteration.txt``.
+
+All of Megatron's formats share this layout: a root that holds one directory per saved iteration
+(or ``release/``) and a tracker file that names the one to load.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from .errors import CheckpointError, one_line
+
+TRACKER_NAME = 'latest_checkpointed_iteration.txt'
+CONFIG_NAME = 'metadata.json'
+RELEASE = 'release'
+
+_ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)
+_ITERATION = re.compile(r'\d+', re.ASCII)
+
+
+def iteration_dirname(iteration: int | str) -> str:
+    """``iter_0000100`` for 100, ``release`` for ``'release'``."""
+    return RELEASE if iteration == RELEASE else f'iter_{int(iteration):07d}'
+
+
+def parse_iteration_dirname(name: str) -> int | None:
+    """The iteration in a directory name such as ``iter_0000100``; None for any other name."""
+    match = _ITER_DIR.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def list_iterations(root: str | Path) -> dict[int, Path]:
+    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order.
+
+    Raises:
+        CheckpointError: ``root`` is no directory that can be read
+    """
+    try:
+        found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{root}: can't list checkpoints: {error.strerror}") from error
+    return {i: found[i] for i in sorted(k for k in found if k is not None) if found[i].is_dir()}
+
+
+def read_tracker(root: str | Path) -> int | Literal['release']:
+    """What ``latest_checkpointed_iteration.txt`` in ``root`` names: an iteration or ``'release'``.
+
+    Whitespace around the value (a final newline, CRLF) is allowed, as Megatron allows it; inside
+    it is not.
+
+    Raises:
+        CheckpointError: the tracker is missing, unreadable, empty or holds anything else
+    """
+    tracker = Path(root) / TRACKER_NAME
+    try:
+        text = tracker.read_bytes().decode('utf-8', errors='replace').strip()
+    except FileNotFoundError as error:
+        raise CheckpointError(f'{tracker}: no such file; {root} is no checkpoint root') from error
+    except OSError as error:
+        raise CheckpointError(f"{tracker}: can't be read: {error.strerror}") from error
+    if text == RELEASE:
+        return 'release'
+    if _ITERATION.fullmatch(text):
+        return int(text)
+    found = repr(text if len(text) <= 40 else text[:40] + '…') if text else 'nothing'
+    raise CheckpointError(f'{tracker}: holds {found}, expected one integer or `{RELEASE}`')
+
+
+def tracker_target(root: str | Path) -> Path:
+    """The directory that the tracker in ``root`` points at.
+
+    Raises:
+        CheckpointError: the tracker is unusable, or the directory it names doesn't exist
+    """
+    iteration = read_tracker(root)
+    target = Path(root) / iteration_dirname(iteration)
+    if not target.is_dir():
+        raise CheckpointError(
+            f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory'
+        )
+    return target
+
+
+def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
+    """Directory of one iteration (or ``'release'``) in ``root``; the tracker's where None.
+
+    Raises:
+        CheckpointError: it doesn't exist; the message lists what does
+    """
+    if iteration is None:
+        return tracker_target(root)
+    target = Path(root) / iteration_dirname(iteration)
+    if not target.is_dir():
+        known = list(list_iterations(root))
+        raise CheckpointError(
+            f'{target}: no such directory; iterations in {root}: '
+            + (', '.join(map(str, known)) if known else 'none')
+        )
+    return target
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """A ``dist_checkpointing`` directory: ``path`` itself, or what its tracker points at.
+
+    Args:
+        path: directory with ``metadata.json``, or a root with a tracker
+
+    Raises:
+        CheckpointError: neither; the message says what was found instead
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f'{path}: ' + ('is a file, expected a directory' if path.exists() else "doesn't exist")
+        )
+    if (path / CONFIG_NAME).exists():
+        return path
+    if (path / TRACKER_NAME).exists():
+        target = tracker_target(path)
+        if (target / CONFIG_NAME).exists():
+            return target
+        raise CheckpointError(f'{target}: {describe_foreign(target)}')
+    raise CheckpointError(f'{path}: {describe_foreign(path)}')
+
+
+def describe_foreign(directory: Path) -> str:
+    """One clause on what a directory without ``metadata.json`` looks like."""
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        return f"can't be read: {one_line(error)}"
+    missing = f'no {CONFIG_NAME}'
+    if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
+        return f'{missing}: a legacy `torch` checkpoint (mp_rank_*); see convert_ckpt_pp_vpp.py'
+    if any(name.endswith('.safetensors') for name in names) or 'config.json' in names:
+        return f'{missing}: a Hugging Face checkpoint, expected torch_dist'
+    if any(parse_iteration_dirname(name) is not None for name in names):
+        return f'{missing} and no {TRACKER_NAME}: a root; name one of its iter_* directories'
+    if any(name.endswith('.distcp') for name in names) or '.metadata' in names:
+        return f'{missing}: an unfinished checkpoint, its save was cut short'
+    return f'{missing} and no {TRACKER_NAME}: not a checkpoint'

@@ -1,0 +1,229 @@
+"""Reading checkpoint files without running what they hold.
+
+``torch.save`` files go through ``torch.load(weights_only=True)`` with the safe globals that core
+registers and a few that Megatron stores besides; DCP's ``.metadata``, a plain pickle, goes through
+an unpickler that knows DCP's metadata classes and nothing else.
+"""
+
+import importlib
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+import torch
+from torch.distributed.checkpoint import Metadata
+
+from .errors import CheckpointError, one_line
+
+METADATA_NAME = '.metadata'
+TRUST_HINT = 'pass --trust-checkpoints only if you trust whoever wrote it'
+
+_DCP = 'torch.distributed.checkpoint'
+_CORE = 'megatron.core.dist_checkpointing.strategies.torch'
+_PATHS = {'Path', 'PosixPath', 'PurePath', 'PurePosixPath'}
+_METADATA_GLOBALS: dict[str, set[str]] = {
+    f'{_DCP}.metadata': {
+        '_MEM_FORMAT_ENCODING',
+        'BytesStorageMetadata',
+        'ChunkStorageMetadata',
+        'Metadata',
+        'MetadataIndex',
+        'StorageMeta',
+        'TensorProperties',
+        'TensorStorageMetadata',
+    },
+    f'{_DCP}.filesystem': {'_StorageInfo', '_StoragePrefix'},
+    f'{_DCP}.planner': {  # core keeps the ranks' plans in the metadata
+        'BytesIOWriteData',
+        'SavePlan',
+        'TensorWriteData',
+        'WriteItem',
+        'WriteItemType',
+    },
+    _CORE: {'MCoreMetadata', 'MCoreSavePlan'},  # written by core 0.14 and 0.15
+    'torch': {'Size'},
+    'torch.serialization': {'_get_layout'},
+    'collections': {'OrderedDict'},
+    'builtins': {'set', 'frozenset'},
+    'pathlib': _PATHS,
+    'pathlib._local': _PATHS,  # Python 3.13 and later
+}
+
+# RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
+# `numpy.core` and since then under `numpy._core`.
+_NUMPY: list[Any] = [
+    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
+    *(
+        (getattr(numpy._core.multiarray, name), f'numpy.{core}.multiarray.{name}')
+        for name in ('scalar', '_reconstruct')
+        for core in ('core', '_core')
+    ),
+]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows DCP's metadata classes, sizes, dtypes and paths; refuses any other global."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class itself, if it is one of those.
+
+        Raises:
+            pickle.UnpicklingError: for every other global, naming it
+        """
+        if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in _METADATA_GLOBALS.get(module, ()):
+            raise pickle.UnpicklingError(f'refused class {module}.{name}')
+        if module == 'pathlib._local':
+            module = 'pathlib'
+        return getattr(importlib.import_module(module), name)
+
+
+def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
+    """DCP metadata of a checkpoint.
+
+    Args:
+        path: checkpoint directory, or its ``.metadata`` file
+        trust: unpickle without restriction
+
+    Raises:
+        CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata
+            (named in the message)
+    """
+    path = Path(path)
+    file = path / METADATA_NAME if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f'{file}: no such file; the save of this checkpoint was not finished'
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{file}: can't be read: {error.strerror}") from error
+    try:
+        metadata = pickle.loads(data) if trust else _restricted_loads(data)
+    except Exception as error:
+        refused = 'refused class' in str(error)
+        raise CheckpointError(
+            f'{file}: {one_line(error)}; {TRUST_HINT}'
+            if refused
+            else f'{file}: not DCP metadata, truncated or damaged ({one_line(error)})'
+        ) from error
+    if not isinstance(getattr(metadata, 'state_dict_metadata', None), dict) or not isinstance(
+        getattr(metadata, 'storage_data', None), dict
+    ):
+        raise CheckpointError(f'{file}: holds {type(metadata).__name__}, expected DCP metadata')
+    return metadata
+
+
+def _restricted_loads(data: bytes) -> Any:
+    """Unpickle, and refuse a pickle that changes one of the admitted classes.
+
+    A pickle can set attributes on any object it can name, so also on the admitted classes.
+    """
+    classes = [
+        value
+        for module, names in _METADATA_GLOBALS.items()
+        if module.startswith(_DCP)
+        for value in vars(importlib.import_module(module)).values()
+        if isinstance(value, type) and value.__name__ in names
+    ]
+    before = [dict(vars(cls)) for cls in classes]
+    try:
+        return _MetadataUnpickler(io.BytesIO(data)).load()
+    finally:
+        for cls, attributes in zip(classes, before, strict=True):
+            _restore(cls, attributes)
+
+
+def _restore(cls: type, attributes: dict[str, Any]) -> None:
+    now = dict(vars(cls))
+    changed = {
+        name
+        for name in now.keys() | attributes.keys()
+        if name not in ('__annotations__', '__weakref__', '__dict__')
+        and now.get(name) is not attributes.get(name)
+    }
+    for name in changed:
+        if name in attributes:
+            setattr(cls, name, attributes[name])
+        else:
+            delattr(cls, name)
+    if changed:
+        raise pickle.UnpicklingError(f'refused class {cls.__name__} with changed attributes')
+
+
+def load_torch(
+    source: str | Path | IO[bytes],
+    *,
+    trust: bool = False,
+    mmap: bool = False,
+    name: str | None = None,
+    trust_hint: str = TRUST_HINT,
+) -> Any:
+    """What ``torch.save`` wrote, onto the CPU, running no code of its own.
+
+    Args:
+        source: file path, or an open binary file
+        trust: load without restriction (``weights_only=False``)
+        mmap: map tensors instead of reading them; for paths only
+        name: what error messages call the source; default: its path
+        trust_hint: the way out that the message names when a class is refused
+
+    Raises:
+        CheckpointError: missing, truncated or garbage; holds a class that isn't admitted (named
+            in the message)
+    """
+    name = name or str(source)
+    path = str(source) if isinstance(source, Path) else source
+    try:
+        # Leaving the block takes away what it added; what core has registered must stay.
+        with torch.serialization.safe_globals(_not_registered(_NUMPY)):
+            return torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
+    except FileNotFoundError as error:
+        raise CheckpointError(f'{name}: no such file') from error
+    except pickle.UnpicklingError as error:
+        refused = _refused_global(str(error))
+        raise CheckpointError(
+            f'{name}: refused class {refused}; {trust_hint}'
+            if refused
+            else f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+        ) from error
+
+
+def _not_registered(entries: list[Any]) -> list[Any]:
+    registered = torch.serialization.get_safe_globals()
+    return [entry for entry in entries if entry not in registered]
+
+
+_REFUSALS = (
+    r'GLOBAL (\S+) (?:was not an allowed global|whose module)',
+    r'Can only (?:create new object|build).* but got <class \'(.+?)\'>',
+    r'Trying to call reduce for unrecognized function (\S+)',
+)
+
+
+def _refused_global(message: str) -> str | None:
+    for pattern in _REFUSALS:
+        match = re.search(pattern, message)
+        if match:
+            return match.group(1)
+    return None
+
+
+def _cause(error: BaseException) -> str:
+    """The telling line of a ``torch.load`` error, which wraps its cause in advice."""
+    for line in str(error).splitlines():
+        match = re.search(r'WeightsUnpickler error: (.+)', line)
+        if match:
+            return match.group(1).strip()
+    return one_line(error)

@@ -1,0 +1,308 @@
+"""Convert legacy Megatron checkpoints between pipeline stages and virtual pipeline chunks."""
+
+import argparse
+import sys
+from pathlib import Path
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    __package__ = 'tools.checkpoint'
+
+from .common.errors import CheckpointError
+from .common.progress import format_bytes, format_seconds
+from .common.publish import Interrupted
+from .pp_vpp import commands
+from .pp_vpp.commands import Request
+from .pp_vpp.convert import Options, execute, prepare
+from .pp_vpp.table import mapping_table, outputs_summary
+
+_DESCRIPTION = """\
+Convert legacy Megatron checkpoints (--ckpt-format torch) between pipeline stages (key `model`) and
+virtual pipeline chunks (keys `model0`, `model1`, ...). Optimizer state goes along.
+
+  merge    stages become chunks: of one edge and one cloud side, or of --pipeline-size ranks
+  split    chunks become stages again
+  reshape  any stages or chunks to any others, layer by layer
+
+Nothing is written before every input has been checked, an existing output is never replaced, and
+all outputs appear together or not at all.
+"""
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(',')]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f'{text!r}: expected numbers such as 0,3')
+    return numbers
+
+
+def _natural(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if _natural(text) == 0:
+        raise argparse.ArgumentTypeError('0: expected a positive number')
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog='convert_ckpt_pp_vpp.py',
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    subparsers = top.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    merge = subparsers.add_parser('merge', help='PP to VPP', allow_abbrev=False)
+    _add_directories(merge, 'load-dir', 'load-dir-edge', 'load-dir-cloud')
+    _add_directories(merge, 'save-dir', 'save-dir-edge', 'save-dir-cloud')
+    merge.add_argument(
+        '--merge-stages',
+        type=_integers,
+        metavar='0,3',
+        help='stages that become chunks model0, model1, ... of edge rank 0',
+    )
+    merge.add_argument(
+        '--merge-cloud-stages',
+        type=_integers,
+        metavar='1,2',
+        help='stages that become chunks of cloud rank 0',
+    )
+    merge.add_argument(
+        '--middle-stages',
+        type=_integers,
+        metavar='1,2,3',
+        help='or: stages kept as cloud ranks 1, 2, 3, each in model0 beside an empty model1',
+    )
+    merge.add_argument(
+        '--pipeline-size',
+        type=_positive,
+        metavar='P',
+        help='or: all stages become chunks of P ranks in interleaved order (rank r, '
+        'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
+    )
+    split = subparsers.add_parser('split', help='VPP to PP', allow_abbrev=False)
+    _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
+    split.add_argument(
+        '--split-rank',
+        type=_natural,
+        metavar='R',
+        help='edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
+    )
+    split.add_argument(
+        '--split-cloud-rank',
+        type=_natural,
+        metavar='R',
+        help='cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
+    )
+    split.add_argument(
+        '--num-cloud-vpp-chunks', type=_positive, metavar='K', help='number of chunks of that rank'
+    )
+    split.add_argument(
+        '--middle-ranks',
+        type=_integers,
+        metavar='1,2,3',
+        help='or: cloud ranks whose model0 becomes stage 1, 2, 3',
+    )
+    reshape = subparsers.add_parser(
+        'reshape', help='any (PP, VPP) to any other', allow_abbrev=False
+    )
+    _add_directories(reshape, 'load-dir', 'save-dir')
+    reshape.add_argument(
+        '--pipeline-size',
+        type=_positive,
+        metavar='P',
+        required=True,
+        help='pipeline ranks of the output',
+    )
+    reshape.add_argument(
+        '--virtual-size',
+        type=_positive,
+        metavar='V',
+        required=True,
+        help='chunks of each rank; 1 for plain stages',
+    )
+    reshape.add_argument(
+        '--layers-per-chunk',
+        type=_integers,
+        metavar='3,2,2,3',
+        help='layers of each chunk in pipeline order: chunk 0 of every rank, then '
+        'chunk 1, ... (default: equally many)',
+    )
+    for command in (merge, split, reshape):
+        _add_common(command)
+    return top
+
+
+def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
+    for name in names:
+        what, _, side = name.partition('-dir')
+        text = 'root of the source' if what == 'load' else 'root of the output'
+        command.add_argument(
+            f'--{name}', type=Path, metavar='DIR', help=text + side.replace('-', ', ')
+        )
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        '--iteration',
+        type=_natural,
+        metavar='N',
+        help='iteration to convert (default: the tracker of the (edge) source; '
+        '`release` there means the release directory)',
+    )
+    command.add_argument(
+        '--drop-optimizer', action='store_true', help='convert without optimizer state'
+    )
+    command.add_argument(
+        '--workers',
+        type=_positive,
+        metavar='N',
+        help='rank files written at the same time (default: one a CPU)',
+    )
+    command.add_argument(
+        '--dry-run',
+        action='store_true',
+        help='check everything, print the mapping and write nothing',
+    )
+    command.add_argument(
+        '--trust-checkpoints',
+        action='store_true',
+        help='load classes that are not on the allow-list, which can run code',
+    )
+
+
+def request(args: argparse.Namespace) -> Request:
+    """What the arguments ask for.
+
+    Raises:
+        CheckpointError: arguments that don't go together, or one that is missing
+    """
+    if args.command == 'reshape':
+        _need(args, 'load_dir', 'save_dir')
+        return commands.reshape(
+            args.pipeline_size,
+            args.virtual_size,
+            args.layers_per_chunk,
+            args.load_dir,
+            args.save_dir,
+        )
+    return _merge(args) if args.command == 'merge' else _split(args)
+
+
+def _merge(args: argparse.Namespace) -> Request:
+    if args.pipeline_size is not None:
+        _refuse(
+            args,
+            '--pipeline-size',
+            'merge_stages',
+            'merge_cloud_stages',
+            'middle_stages',
+            'load_dir_edge',
+            'load_dir_cloud',
+            'save_dir_edge',
+            'save_dir_cloud',
+        )
+        _need(args, 'load_dir', 'save_dir')
+        return commands.merge_plain(args.pipeline_size, args.load_dir, args.save_dir)
+    _refuse(args, '--merge-stages', 'save_dir')
+    _need(args, 'merge_stages', 'save_dir_edge', 'save_dir_cloud')
+    if args.merge_cloud_stages is not None:
+        _refuse(args, '--merge-cloud-stages', 'middle_stages')
+    elif args.middle_stages is None:
+        raise CheckpointError('--merge-stages: needs --merge-cloud-stages or --middle-stages too')
+    return commands.merge_sides(
+        args.merge_stages,
+        args.merge_cloud_stages or [],
+        args.middle_stages or [],
+        _sides(args),
+        {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
+    )
+
+
+def _split(args: argparse.Namespace) -> Request:
+    _need(args, 'save_dir')
+    sides = ('split_rank', 'split_cloud_rank', 'num_cloud_vpp_chunks', 'middle_ranks')
+    if all(getattr(args, name) is None for name in sides) and args.load_dir is not None:
+        _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
+        return commands.split_plain(args.load_dir, args.save_dir)
+    if args.middle_ranks is not None:
+        _refuse(args, '--middle-ranks', 'split_cloud_rank', 'num_cloud_vpp_chunks')
+    elif args.num_cloud_vpp_chunks is None:
+        raise CheckpointError('split: needs --num-cloud-vpp-chunks or --middle-ranks')
+    return commands.split_sides(
+        args.split_rank or 0,
+        args.split_cloud_rank or 0,
+        args.num_cloud_vpp_chunks or 0,
+        args.middle_ranks or [],
+        _sides(args),
+        args.save_dir,
+    )
+
+
+def _sides(args: argparse.Namespace) -> dict[str, Path]:
+    if args.load_dir is not None:
+        _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
+        return {'edge': args.load_dir, 'cloud': args.load_dir}
+    _need(args, 'load_dir_edge', 'load_dir_cloud')
+    return {'edge': args.load_dir_edge, 'cloud': args.load_dir_cloud}
+
+
+def _need(args: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) is None:
+            raise CheckpointError(f'{args.command}: needs --{name.replace("_", "-")}')
+
+
+def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise CheckpointError(f'{flag} and --{name.replace("_", "-")} exclude each other')
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments; those of the process where None
+
+    Returns:
+        0, 1 after an error, 128 plus the number of a signal that stopped it
+    """
+    import time
+
+    args = parser().parse_args(argv)
+    options = Options(args.iteration, args.drop_optimizer, args.trust_checkpoints, args.workers)
+    start = time.perf_counter()
+    try:
+        prepared = prepare(request(args), options)
+        for note in prepared.notes:
+            print(f'note: {note}', file=sys.stderr)
+        if args.dry_run:
+            print(mapping_table(prepared))
+            print(*outputs_summary(prepared), sep='\n')
+            print(f'{format_bytes(prepared.bytes)} would be written; nothing was (--dry-run)')
+            return 0
+        execute(prepared, options)
+    except CheckpointError as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    except Interrupted as stopped:
+        print(f'error: {stopped}', file=sys.stderr)
+        return stopped.exit_code
+    print(*outputs_summary(prepared), sep='\n')
+    print(
+        f'{format_bytes(prepared.bytes)} written in {format_seconds(time.perf_counter() - start)}'
+    )
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

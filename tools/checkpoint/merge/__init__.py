@@ -1,0 +1,1 @@
+"""What ``weighted_merge.py`` is made of, one job a module."""

@@ -1,0 +1,259 @@
+"""The arithmetic: one output chunk from its stored chunks, block by block in fp32.
+
+For every element, in input order: ``acc = w0 * x0``, then ``acc.add_(x.float(), alpha=w)``, then
+one cast. Elements don't meet each other, so the result is the same for any block size.
+"""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from ..common.errors import CheckpointError
+from .geometry import Box, runs
+from .payload import OpenFiles, load_chunk, locate, read_exactly
+from .plan import ChunkJob, StoredChunk
+
+BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
+READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
+_OPEN_FILES = 64
+
+
+class Stopped(Exception):
+    """Another thread or rank failed; this one's work is void."""
+
+
+class ChunkMerger:
+    """Merges output chunks with the buffers of one thread.
+
+    Args:
+        weights: one for each source, rounded to fp32 once
+        block_elements: elements of a block
+        allow_nonfinite: let inputs be infinite or NaN
+        stop: ends the work at the next block when set
+
+    Attributes:
+        read_seconds, math_seconds: where the time went
+        bytes_read: bytes of stored elements read
+        nonfinite: (source, key) to the number of its elements that aren't finite
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        *,
+        block_elements: int = BLOCK_ELEMENTS,
+        allow_nonfinite: bool = False,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._weights = torch.tensor(weights, dtype=torch.float32).tolist()
+        self._block = block_elements
+        self._allow_nonfinite = allow_nonfinite
+        self._stop = stop or threading.Event()
+        self._files = OpenFiles(_OPEN_FILES)
+        self._accumulator = torch.empty(block_elements)
+        self._scratch = torch.empty(block_elements)
+        self._raw = _RawBuffer(block_elements)
+        self.read_seconds = 0.0
+        self.math_seconds = 0.0
+        self.bytes_read = 0
+        self.nonfinite: Counter[tuple[Path, str]] = Counter()
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        self._files.close()
+
+    def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
+        """Compute one output chunk.
+
+        Args:
+            out: 1-D, ``job.box.numel`` elements of ``job.dtype``
+
+        Raises:
+            CheckpointError: a read error, a chunk that isn't what the metadata says, a value that
+                isn't finite; names file and key
+            Stopped: ``stop`` was set
+        """
+        begin, reading = perf_counter(), self.read_seconds
+        self._files.allow(sum(map(len, job.stored)))
+        readers = [self._reader(job, stored) for stored in job.stored]
+        plain = all(isinstance(reader, _PlainReader) for reader in readers)
+        block = self._block if plain else max(job.box.numel, 1)
+        for start in range(0, job.box.numel, block):
+            if self._stop.is_set():
+                raise Stopped
+            target = out[start : start + block]
+            self._merge_block(job, readers, start, target)
+        self.math_seconds += perf_counter() - begin - (self.read_seconds - reading)
+
+    def _merge_block(
+        self, job: ChunkJob, readers: Sequence['_Reader'], start: int, target: torch.Tensor
+    ) -> None:
+        count = target.numel()
+        if target.dtype == torch.float32:
+            accumulator = target
+        else:
+            accumulator = _sized(self._accumulator, count)
+        for reader, weight in zip(readers, self._weights, strict=True):
+            values = self._read(reader, start, count)
+            if reader is readers[0]:
+                accumulator.copy_(values).mul_(weight)
+            elif values.dtype == torch.float32:
+                accumulator.add_(values, alpha=weight)
+            else:
+                widened = _sized(self._scratch, count).copy_(values)
+                accumulator.add_(widened, alpha=weight)
+        if accumulator is not target:
+            target.copy_(accumulator)
+        # A finite sum of squares below the square of the dtype's limit proves every element
+        # finite and its cast too; only where it proves nothing are the elements looked at.
+        limit = torch.finfo(target.dtype).max
+        if not torch.dot(accumulator, accumulator).item() < min(limit * limit, 1e37):
+            self._check(job, readers, start, target)
+
+    def _read(self, reader: '_Reader', start: int, count: int) -> torch.Tensor:
+        begin = perf_counter()
+        values = reader.read(start, count)
+        self.read_seconds += perf_counter() - begin
+        self.bytes_read += values.nbytes
+        return values
+
+    def _check(
+        self, job: ChunkJob, readers: Sequence['_Reader'], start: int, target: torch.Tensor
+    ) -> None:
+        """Tell values that aren't finite by their cause: the inputs, or the merge."""
+        wrong = ~torch.isfinite(target)
+        if not wrong.any():
+            return
+        for reader, stored in zip(readers, job.stored, strict=True):
+            bad = ~torch.isfinite(reader.read(start, target.numel()))
+            wrong &= ~bad
+            if bad.any():
+                path = stored[0].path
+                self.nonfinite[(path.parent, job.key)] += int(bad.sum())
+                if not self._allow_nonfinite:
+                    raise CheckpointError(
+                        f'{path}: {job.key}: {int(bad.sum())} values in one block are not finite; '
+                        'pass --allow-nonfinite to merge them nevertheless'
+                    )
+        if wrong.any():
+            at = start + int(wrong.nonzero()[0])
+            raise CheckpointError(
+                f'{job.key}: the merged value of element {at} of the chunk at {job.box.offsets} '
+                f'is not finite in {str(job.dtype).removeprefix("torch.")} although its inputs '
+                'are; save in a wider dtype or use smaller weights'
+            )
+
+    def _reader(self, job: ChunkJob, stored: tuple[StoredChunk, ...]) -> '_Reader':
+        if len(stored) == 1 and stored[0].box == job.box:
+            return self._chunk_reader(job.key, stored[0])
+        parts = [(part.box, self._chunk_reader(job.key, part)) for part in stored]
+        return _AssemblingReader(job.box, stored[0].dtype, parts)
+
+    def _chunk_reader(self, key: str, stored: StoredChunk) -> '_Reader':
+        descriptor = self._files.get(stored.path)
+        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+        if offset is None:
+            return _WholeReader(key, stored)
+        return _PlainReader(descriptor, stored, offset, self._raw)
+
+
+class _RawBuffer:
+    """Memory for one block as it is stored, seen as bytes and as elements of each dtype."""
+
+    def __init__(self, elements: int) -> None:
+        self._memory = torch.empty(elements, dtype=torch.float64).view(torch.uint8)
+        self.bytes = memoryview(self._memory.numpy())
+        self._views: dict[torch.dtype, torch.Tensor] = {}
+
+    def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """The first ``count`` elements as ``dtype``."""
+        if dtype not in self._views:
+            self._views[dtype] = self._memory.view(dtype)
+        return self._views[dtype][:count]
+
+
+class _Reader:
+    """Elements of one source's chunk, by position in it."""
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        """``count`` elements from ``start`` on, 1-D, valid until the next call of any reader."""
+        raise NotImplementedError
+
+
+class _PlainReader(_Reader):
+    """Reads elements at their place in the file into a buffer."""
+
+    def __init__(
+        self, descriptor: int, stored: StoredChunk, offset: int, buffer: _RawBuffer
+    ) -> None:
+        self._descriptor = descriptor
+        self._path = stored.path
+        self._offset = offset
+        self._dtype = stored.dtype
+        self._itemsize = stored.dtype.itemsize
+        self._end = offset + stored.box.numel * self._itemsize
+        self._asked = offset
+        self._buffer = buffer
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        self.read_into(self._buffer.bytes[: count * self._itemsize], start)
+        return self._buffer.elements(self._dtype, count)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill ``target`` from element ``start`` on."""
+        at = self._offset + start * self._itemsize
+        if at + READ_AHEAD > self._asked < self._end:
+            ahead = min(self._end - self._asked, 2 * READ_AHEAD)
+            os.posix_fadvise(self._descriptor, self._asked, ahead, os.POSIX_FADV_WILLNEED)
+            self._asked += ahead
+        read_exactly(self._descriptor, target, at, self._path)
+
+
+class _WholeReader(_Reader):
+    """Loads the chunk anew for each block; merged with one block for the whole chunk."""
+
+    def __init__(self, key: str, stored: StoredChunk) -> None:
+        self._key = key
+        self._stored = stored
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        stored = self._stored
+        chunk = load_chunk(stored.path, stored.piece, self._key, stored.dtype, stored.box.sizes)
+        return chunk.contiguous().view(-1)[start : start + count]
+
+
+class _AssemblingReader(_Reader):
+    """Puts a chunk together from the parts of others, where layouts differ."""
+
+    def __init__(self, box: Box, dtype: torch.dtype, parts: Sequence[tuple[Box, _Reader]]) -> None:
+        self._box = box
+        self._dtype = dtype
+        self._parts = parts
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        itemsize = self._dtype.itemsize
+        raw = torch.empty(self._box.numel * itemsize, dtype=torch.uint8)
+        view = memoryview(raw.numpy())
+        for box, reader in self._parts:
+            shared = self._box.intersection(box)
+            assert shared is not None
+            whole = None if isinstance(reader, _PlainReader) else reader.read(0, box.numel)
+            for target, origin, length in runs(shared, self._box, box):
+                piece = slice(target * itemsize, (target + length) * itemsize)
+                if whole is None:
+                    reader.read_into(view[piece], origin)  # type: ignore[attr-defined]
+                else:
+                    raw[piece].copy_(whole[origin : origin + length].view(torch.uint8))
+        return raw.view(self._dtype)[start : start + count]
+
+
+def _sized(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` elements of a buffer, or a new one where it is too small."""
+    if count <= buffer.numel():
+        return buffer if count == buffer.numel() else buffer[:count]
+    return torch.empty(count, dtype=buffer.dtype)

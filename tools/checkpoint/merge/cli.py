@@ -1,0 +1,302 @@
+"""The command line of ``weighted_merge.py``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .options import BYTE_ACCOUNTING, SAVE_DTYPES
+from .schedules import STYLES
+
+if TYPE_CHECKING:
+    from .inputs import Inputs
+    from .report import MergeResult
+
+_DESCRIPTION = """\
+Merge the model tensors of several torch_dist checkpoints into one, as a weighted sum.
+
+Tensors are accumulated in fp32 in input order and cast once. Nothing is built or run on a GPU.
+Start it with plain python for one process, with torchrun or srun for several, also on several
+nodes. An existing output is never replaced, and on any error or signal nothing is published.
+
+Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpoint and
+--end-checkpoint, which weighs the checkpoints in that range by --merge-style.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = argparse.ArgumentParser(
+        prog='weighted_merge',
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    inputs = parser.add_argument_group('inputs')
+    inputs.add_argument(
+        '--merge-inputs',
+        nargs='+',
+        required=True,
+        metavar='INPUT',
+        help='PATH:WEIGHT pairs (the weight is what follows the last colon; PATH is a checkpoint '
+        'directory or a root with latest_checkpointed_iteration.txt), or one ROOT for a range',
+    )
+    inputs.add_argument(
+        '--start-checkpoint', type=int, metavar='S', help='first iteration of the range'
+    )
+    inputs.add_argument(
+        '--end-checkpoint',
+        type=int,
+        metavar='E',
+        help='last iteration of the range; its checkpoint must exist',
+    )
+    inputs.add_argument(
+        '--min-iteration-interval',
+        type=int,
+        default=0,
+        metavar='N',
+        help='range: walking back from E, keep a checkpoint only when it lies at least N '
+        'iterations before the last one kept',
+    )
+    inputs.add_argument(
+        '--min-checkpoints',
+        type=int,
+        default=1,
+        metavar='N',
+        help='range: fail when fewer remain (default: 1)',
+    )
+    inputs.add_argument(
+        '--model-only',
+        action='store_true',
+        help='leave training state (optimizer, RNG) of the inputs unread instead of refusing it',
+    )
+    inputs.add_argument(
+        '--allow-reshard',
+        action='store_true',
+        help="accept inputs whose chunk layouts differ; the output takes the first one's",
+    )
+    inputs.add_argument(
+        '--allow-nonfinite',
+        action='store_true',
+        help='merge inputs that hold infinities or NaN; they are counted and named',
+    )
+    inputs.add_argument(
+        '--trust-checkpoints',
+        action='store_true',
+        help='unpickle the inputs without restriction: whatever code they hold will run',
+    )
+
+    weights = parser.add_argument_group('weights')
+    weights.add_argument(
+        '--merge-style',
+        choices=STYLES,
+        metavar='STYLE',
+        help='range: linear (default: 1/n each), minus-sqrt, cosine or inverse-sqrt, each plain or '
+        'with __reverse or __scramble. A style is the difference of a decay curve over the '
+        'checkpoints; minus-sqrt (1 - sqrt(x)) weighs the OLDEST checkpoint most, since it stands '
+        'for the learning rate that falls first: 0.577350, 0.239146, 0.183503 for three',
+    )
+    weights.add_argument(
+        '--coefficient-seed',
+        type=int,
+        default=0,
+        metavar='N',
+        help='seed of __scramble (default: 0)',
+    )
+    weights.add_argument(
+        '--coefficients',
+        type=Path,
+        metavar='FILE',
+        help='range: JSON or YAML file, iteration: weight, in place of a style',
+    )
+    weights.add_argument(
+        '--normalize',
+        action='store_true',
+        help='scale given weights to sum 1; without it they are used exactly',
+    )
+
+    output = parser.add_argument_group('output')
+    output.add_argument(
+        '--merge-output',
+        type=Path,
+        required=True,
+        metavar='DIR',
+        help='where to write; with an output iteration DIR/iter_XXXXXXX, unless DIR is that '
+        'directory already',
+    )
+    output.add_argument(
+        '--output-iteration',
+        type=int,
+        metavar='N',
+        help='iteration of the output, recorded in its common state and in the tracker beside it '
+        '(range: default E)',
+    )
+    output.add_argument(
+        '--merge-save-dtype',
+        choices=SAVE_DTYPES,
+        default='same',
+        help="same (default; the inputs' dtypes must agree tensor by tensor) or one for all",
+    )
+    output.add_argument(
+        '--keep-fp32',
+        nargs='+',
+        default=[],
+        action='extend',
+        metavar='PATTERN',
+        help='fp32 tensors, as shell-style patterns of whole names, that --merge-save-dtype leaves '
+        'fp32 (router biases: "*.expert_bias"); the ones it narrows are listed',
+    )
+    output.add_argument(
+        '--extra-state-source-index',
+        type=int,
+        metavar='I',
+        help='zero-based input whose _extra_state entries are copied (default: 0); in a range the '
+        'inputs are in iteration order',
+    )
+    output.add_argument(
+        '--common-state-checkpoint',
+        type=Path,
+        metavar='PATH',
+        help='checkpoint that supplies common state and _extra_state, where the inputs hold model '
+        'shards only; an iteration recorded there must equal --output-iteration',
+    )
+
+    run = parser.add_argument_group('run')
+    run.add_argument(
+        '--merge-balance-rank-work',
+        action='store_true',
+        help='share out chunks over ranks by size, largest first',
+    )
+    run.add_argument(
+        '--merge-byte-accounting',
+        choices=BYTE_ACCOUNTING,
+        default='rank0',
+        help='who stats the written files for the report (default: rank0)',
+    )
+    run.add_argument(
+        '--dry-run', action='store_true', help='check everything, print the plan, write nothing'
+    )
+    run.add_argument(
+        '--verify',
+        action='store_true',
+        help='check SHA-256 manifests of the inputs, and before publishing read the output back '
+        'and compute every chunk again by another path',
+    )
+    run.add_argument(
+        '--save-integrity',
+        action='store_true',
+        help='write a SHA-256 manifest (integrity.json) into the output',
+    )
+    run.add_argument(
+        '--report-json',
+        type=Path,
+        metavar='FILE',
+        help='also write the report (or, with --dry-run, the plan) as JSON',
+    )
+    return parser
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse, merge, report; returns the exit code."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    _check_usage(parser, args)
+
+    from ..common.errors import CheckpointError
+    from ..common.publish import Interrupted
+    from .prepare import Request
+    from .ranks import RankLost
+    from .report import report_text, write_json
+    from .run import run_merge
+
+    rank = int(os.environ.get('RANK', '0'))
+    first = rank == 0
+    request = Request(
+        inputs=lambda: _inputs(args),
+        output_dir=args.merge_output,
+        output_iteration=args.output_iteration,
+        save_dtype=args.merge_save_dtype,
+        keep_fp32=args.keep_fp32,
+        balance_rank_work=args.merge_balance_rank_work,
+        extra_state_source_index=args.extra_state_source_index,
+        common_state_checkpoint=args.common_state_checkpoint,
+        byte_accounting=args.merge_byte_accounting,
+        model_only=args.model_only,
+        allow_reshard=args.allow_reshard,
+        allow_nonfinite=args.allow_nonfinite,
+        trust_checkpoints=args.trust_checkpoints,
+        verify=args.verify,
+        save_integrity=args.save_integrity,
+        dry_run=args.dry_run,
+        on_plan=_show_plan,
+    )
+    try:
+        result = run_merge(request)
+        if first and not args.dry_run:
+            print(report_text(result))
+        if first and args.report_json:
+            write_json(result, args.report_json)
+    except CheckpointError as error:
+        if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
+            print(f'weighted_merge: error: {error}', file=sys.stderr)
+        return 1
+    except Interrupted as stopped:
+        print(f'weighted_merge: {stopped}', file=sys.stderr)
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _show_plan(result: 'MergeResult') -> None:
+    from .report import plan_text
+
+    print(plan_text(result), flush=True)
+
+
+def _is_range(args: argparse.Namespace) -> bool:
+    return args.start_checkpoint is not None and args.end_checkpoint is not None
+
+
+def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the process where flags don't go together."""
+    if args.report_json is not None and not args.report_json.absolute().parent.is_dir():
+        parser.error(f'--report-json {args.report_json}: no such directory')
+    if _is_range(args):
+        if len(args.merge_inputs) != 1:
+            parser.error('a range has one ROOT in --merge-inputs')
+        if args.coefficients is not None and args.merge_style is not None:
+            parser.error('--coefficients takes the place of --merge-style; give one')
+        if args.normalize and args.coefficients is None:
+            parser.error('--normalize is for given weights; a style sums to 1')
+        return
+    for flag, given in (
+        ('--merge-style', args.merge_style is not None),
+        ('--coefficients', args.coefficients is not None),
+        ('--min-iteration-interval', args.min_iteration_interval != 0),
+        ('--min-checkpoints', args.min_checkpoints != 1),
+    ):
+        if given:
+            parser.error(
+                f'{flag} is for a range: give one ROOT with --start-checkpoint and --end-checkpoint'
+            )
+
+
+def _inputs(args: argparse.Namespace) -> 'Inputs':
+    from .inputs import manual_inputs, range_inputs
+
+    if not _is_range(args):
+        return manual_inputs(args.merge_inputs, normalize=args.normalize)
+    return range_inputs(
+        args.merge_inputs[0],
+        args.start_checkpoint,
+        args.end_checkpoint,
+        style=args.merge_style or 'linear',
+        seed=args.coefficient_seed,
+        min_interval=args.min_iteration_interval,
+        min_checkpoints=args.min_checkpoints,
+        coefficients=args.coefficients,
+        normalize=args.normalize,
+    )

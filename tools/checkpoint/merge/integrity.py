@@ -1,0 +1,91 @@
+"""SHA-256 manifests (``integrity.json``), in the format of core 0.19 and on any core.
+
+Core hashes on one rank; here the files are shared out over the ranks, since hashing is slower than
+merging.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..common.errors import CheckpointError
+from .ranks import Ranks
+
+MANIFEST = 'integrity.json'
+_ALGORITHM = 'sha256'
+
+
+def read_manifest(directory: Path) -> dict[str, str] | None:
+    """File name to hex digest, or None where a checkpoint carries no manifest.
+
+    Raises:
+        CheckpointError: the manifest is damaged or of another kind
+    """
+    file = directory / MANIFEST
+    if not file.exists():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        algorithm, files = content.get('algorithm', _ALGORITHM), dict(content['files'])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f'{file}: no integrity manifest: {error!r}') from error
+    if algorithm != _ALGORITHM:
+        raise CheckpointError(f'{file}: algorithm {algorithm!r}, expected {_ALGORITHM!r}')
+    for name in files:
+        if '/' in name or name in ('', '..'):
+            raise CheckpointError(f'{file}: names {name!r}, expected a file of the checkpoint')
+    return files
+
+
+def verify_manifests(directories: Sequence[Path], ranks: Ranks) -> int:
+    """Check every file of the checkpoints that carry a manifest; collective.
+
+    Returns:
+        how many checkpoints carried one
+
+    Raises:
+        CheckpointError: a file is missing, or its digest differs
+    """
+    manifests = {directory: read_manifest(directory) for directory in directories}
+    files = [
+        (directory / name, digest)
+        for directory, manifest in manifests.items()
+        for name, digest in (manifest or {}).items()
+    ]
+
+    def check() -> None:
+        for path, expected in files[ranks.rank :: ranks.size]:
+            found = _digest(path)
+            if found != expected:
+                raise CheckpointError(
+                    f'{path}: SHA-256 {found}, {MANIFEST} says {expected}; the file has changed'
+                )
+
+    ranks.agree(check)
+    return sum(manifest is not None for manifest in manifests.values())
+
+
+def write_manifest(directory: Path, ranks: Ranks) -> None:
+    """Hash every file of a checkpoint and write its manifest; collective.
+
+    Raises:
+        CheckpointError: a file can't be read, or the manifest not be written
+    """
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    own = ranks.agree(
+        lambda: {name: _digest(directory / name) for name in names[ranks.rank :: ranks.size]}
+    )
+    digests = {name: digest for part in ranks.gather(own) for name, digest in (part or {}).items()}
+    content = {'algorithm': _ALGORITHM, 'files': {name: digests[name] for name in names}}
+    ranks.agree(
+        lambda: (directory / MANIFEST).write_text(json.dumps(content, indent=2)), root_only=True
+    )
+
+
+def _digest(path: Path) -> str:
+    try:
+        with open(path, 'rb') as file:
+            return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f'{path}: {error.strerror}') from error

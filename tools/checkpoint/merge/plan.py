@@ -1,0 +1,217 @@
+"""The plan of a merge, as data: what each output chunk is made of, and which rank makes it."""
+
+import fnmatch
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..common.errors import CheckpointError
+from .geometry import Box
+from .options import SAVE_DTYPES
+from .source import Slice, Source, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as one source stores it."""
+
+    path: Path
+    piece: Slice
+    box: Box
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkJob:
+    """One output chunk.
+
+    Attributes:
+        key: FQN of the tensor
+        box: the chunk in the global tensor
+        dtype: of the output
+        stored: by source, the stored chunks that hold its elements: one whose box is ``box``, or
+            several, in any position, where layouts differ
+    """
+
+    key: str
+    box: Box
+    dtype: torch.dtype
+    stored: tuple[tuple[StoredChunk, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the output chunk in bytes."""
+        return self.box.numel * self.dtype.itemsize
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all sources' elements that go into it."""
+        return sum(self.box.numel * stored[0].dtype.itemsize for stored in self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesJob:
+    """A byte entry (``_extra_state``) that is copied from one source."""
+
+    key: str
+    path: Path
+    piece: Slice
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank makes: its output chunks and byte entries."""
+
+    chunks: tuple[ChunkJob, ...]
+    byte_entries: tuple[BytesJob, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes this rank reads."""
+        return sum(job.source_bytes for job in self.chunks) + sum(
+            job.piece.length for job in self.byte_entries
+        )
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor of the output: global shape, dtype, and its chunks in the first source's order."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+@dataclass
+class MergePlan:
+    """Everything that is written, and by whom.
+
+    Attributes:
+        tensors: output tensors by FQN
+        byte_entries: copied byte entries
+        shares: one for each rank
+        narrowed: FQN of the fp32 tensors that the save dtype narrows
+        reshaped: core's record of tensors stored under another global shape, carried over
+    """
+
+    tensors: dict[str, OutputTensor] = field(default_factory=dict)
+    byte_entries: list[BytesJob] = field(default_factory=list)
+    shares: list[RankShare] = field(default_factory=list)
+    narrowed: list[str] = field(default_factory=list)
+    reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all output tensors."""
+        return sum(job.nbytes for share in self.shares for job in share.chunks)
+
+
+def output_dtypes(
+    tensors: dict[str, TensorEntry], save_dtype: str, keep_fp32: Sequence[str] = ()
+) -> dict[str, torch.dtype]:
+    """Dtype of each output tensor.
+
+    Args:
+        tensors: of the first source
+        save_dtype: one of ``SAVE_DTYPES``
+        keep_fp32: shell-style patterns of fp32 tensors that an explicit dtype doesn't narrow
+
+    Raises:
+        CheckpointError: unknown dtype, or a pattern that matches no fp32 tensor
+    """
+    if save_dtype not in SAVE_DTYPES:
+        raise CheckpointError(f'save dtype {save_dtype!r}: expected {", ".join(SAVE_DTYPES)}')
+    target = None if save_dtype == 'same' else getattr(torch, save_dtype)
+    if keep_fp32 and target in (None, torch.float32):
+        raise CheckpointError(
+            f'--keep-fp32 has no effect with --merge-save-dtype {save_dtype}; drop one of the two'
+        )
+    full = [key for key, entry in tensors.items() if entry.dtype == torch.float32]
+    kept: set[str] = set()
+    for pattern in keep_fp32:
+        matched = fnmatch.filter(full, pattern)
+        if not matched:
+            raise CheckpointError(
+                f'--keep-fp32 {pattern!r}: matches none of {len(full)} fp32 '
+                'tensors; patterns are shell-style and match whole names'
+            )
+        kept.update(matched)
+    return {
+        key: entry.dtype if target is None or key in kept else target
+        for key, entry in tensors.items()
+    }
+
+
+def make_plan(
+    sources: Sequence[Source],
+    extra_states: Source,
+    *,
+    world_size: int = 1,
+    save_dtype: str = 'same',
+    keep_fp32: Sequence[str] = (),
+    balance: bool = False,
+) -> MergePlan:
+    """Plan the merge of sources that ``validate_sources`` found to agree.
+
+    Args:
+        sources: in merge order; the output takes the first one's layout
+        extra_states: the source whose byte entries are copied
+        world_size: number of ranks
+        save_dtype, keep_fp32: see ``output_dtypes``
+        balance: give chunks to ranks by size, largest first, instead of in turn
+    """
+    first = sources[0]
+    dtypes = output_dtypes(first.tensors, save_dtype, keep_fp32)
+    plan = MergePlan(reshaped=first.reshaped)
+    jobs: list[ChunkJob] = []
+    for key, entry in first.tensors.items():
+        plan.tensors[key] = OutputTensor(entry.shape, dtypes[key], tuple(entry.chunks))
+        jobs.extend(
+            ChunkJob(key, box, dtypes[key], tuple(_stored(source, key, box) for source in sources))
+            for box in entry.chunks
+        )
+        if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
+            plan.narrowed.append(key)
+    plan.byte_entries = [
+        BytesJob(key, extra_states.directory / piece.file, piece)
+        for key, piece in extra_states.extra_states.items()
+    ]
+    shares = (
+        _balanced(jobs, world_size)
+        if balance
+        else [jobs[rank::world_size] for rank in range(world_size)]
+    )
+    plan.shares = [
+        RankShare(tuple(share), tuple(plan.byte_entries[rank::world_size]))
+        for rank, share in enumerate(shares)
+    ]
+    return plan
+
+
+def _stored(source: Source, key: str, box: Box) -> tuple[StoredChunk, ...]:
+    entry = source.tensors[key]
+    exact = entry.chunks.get(box)
+    if exact is not None:
+        return (StoredChunk(source.directory / exact.file, exact, box, entry.dtype),)
+    if box.numel == 0:
+        other, piece = next(iter(entry.chunks.items()))
+        return (StoredChunk(source.directory / piece.file, piece, other, entry.dtype),)
+    return tuple(
+        StoredChunk(source.directory / piece.file, piece, other, entry.dtype)
+        for other, piece in entry.chunks.items()
+        if box.intersection(other)
+    )
+
+
+def _balanced(jobs: Sequence[ChunkJob], world_size: int) -> list[list[ChunkJob]]:
+    """Greedy bin packing: each chunk, largest first, to the rank with the least so far."""
+    shares: list[list[ChunkJob]] = [[] for _ in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
+    for job in sorted(jobs, key=lambda job: -job.source_bytes):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(job)
+        heapq.heappush(loads, (load + job.source_bytes, rank))
+    return shares

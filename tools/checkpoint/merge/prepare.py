@@ -1,0 +1,170 @@
+"""Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..common.errors import CheckpointError
+from ..common.paths import iteration_dirname, parse_iteration_dirname, resolve_checkpoint
+from ..common.publish import refuse_existing
+from .accumulate import BLOCK_ELEMENTS
+from .common_state import CommonState, choose_common_state
+from .inputs import Inputs
+from .options import BYTE_ACCOUNTING
+from .plan import MergePlan, make_plan
+from .report import MergeResult
+from .source import Source, read_source
+from .validate import validate_given_extra_states, validate_sources
+
+MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
+
+
+@dataclass
+class Request:
+    """What to merge and how; see the command line for the meaning of each.
+
+    Attributes:
+        inputs: finds the inputs; called on rank 0 only, whose word counts
+        threads: writer threads of each rank; None for torch's number of threads, at most
+            ``MAX_THREADS``
+        block_elements: elements of a block of arithmetic
+        on_plan: shown the plan on rank 0 before anything is written
+    """
+
+    inputs: Callable[[], Inputs]
+    output_dir: Path
+    output_iteration: int | None = None
+    save_dtype: str = 'same'
+    keep_fp32: Sequence[str] = ()
+    balance_rank_work: bool = False
+    extra_state_source_index: int | None = None
+    common_state_checkpoint: Path | None = None
+    byte_accounting: str = 'rank0'
+    model_only: bool = False
+    allow_reshard: bool = False
+    allow_nonfinite: bool = False
+    trust_checkpoints: bool = False
+    verify: bool = False
+    save_integrity: bool = False
+    dry_run: bool = False
+    threads: int | None = None
+    block_elements: int = BLOCK_ELEMENTS
+    on_plan: Callable[[MergeResult], object] = field(default=lambda result: None)
+
+
+@dataclass
+class Prepared:
+    """What rank 0 found out."""
+
+    inputs: Inputs
+    target: Path
+    output_iteration: int | None
+    plan: MergePlan
+    common: CommonState
+    extra_states: Source
+    result: MergeResult
+
+
+def output_target(output_dir: Path, output_iteration: int | None) -> Path:
+    """The directory that is written: ``output_dir``, or its ``iter_XXXXXXX``.
+
+    Raises:
+        CheckpointError: ``output_dir`` is the directory of another iteration
+    """
+    if output_iteration is None:
+        return output_dir
+    if output_iteration < 0:
+        raise CheckpointError(f'--output-iteration {output_iteration}: expected 0 or more')
+    name = iteration_dirname(output_iteration)
+    if output_dir.name == name:
+        return output_dir
+    if parse_iteration_dirname(output_dir.name) is not None:
+        raise CheckpointError(
+            f'{output_dir}: the directory of another iteration, expected {name} or a root'
+        )
+    return output_dir / name
+
+
+def prepare(request: Request, world_size: int) -> Prepared:
+    """Find the inputs, check them against each other, and plan the merge.
+
+    Raises:
+        CheckpointError: anything that the contract rejects
+    """
+    inputs = request.inputs()
+    iteration = request.output_iteration
+    if iteration is None:
+        iteration = inputs.last_iteration
+    target = output_target(Path(request.output_dir).absolute(), iteration)
+    refuse_existing(target)
+    for directory in inputs.directories:
+        if target.is_relative_to(directory.resolve()):
+            raise CheckpointError(f'{target}: lies inside the input {directory}')
+    if request.byte_accounting not in BYTE_ACCOUNTING:
+        raise CheckpointError(
+            f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
+        )
+
+    def read(directory: Path) -> Source:
+        return read_source(
+            directory, model_only=request.model_only, trust=request.trust_checkpoints
+        )
+
+    sources = [read(directory) for directory in inputs.directories]
+    validate_sources(
+        sources, same_dtype=request.save_dtype == 'same', allow_reshard=request.allow_reshard
+    )
+    given = None
+    if request.common_state_checkpoint is not None:
+        if request.extra_state_source_index is not None:
+            raise CheckpointError(
+                '--common-state-checkpoint supplies _extra_state too; drop '
+                '--extra-state-source-index'
+            )
+        given = read(resolve_checkpoint(request.common_state_checkpoint))
+        validate_given_extra_states(given, sources)
+    index = request.extra_state_source_index or 0
+    if not 0 <= index < len(sources):
+        raise CheckpointError(
+            f'--extra-state-source-index {index}: expected 0 to {len(sources) - 1}'
+        )
+    extra_states = given or sources[index]
+    common = choose_common_state(
+        sources, output_iteration=iteration, given=given, trust=request.trust_checkpoints
+    )
+    plan = make_plan(
+        sources,
+        extra_states,
+        world_size=world_size,
+        save_dtype=request.save_dtype,
+        keep_fp32=request.keep_fp32,
+        balance=request.balance_rank_work,
+    )
+    result = MergeResult(
+        output_dir=target,
+        inputs=[str(directory) for directory in inputs.directories],
+        weights=list(inputs.weights),
+        averaged_tensors=len(plan.tensors),
+        copied_extra_states=len(plan.byte_entries),
+        bytes_written=plan.output_bytes + sum(job.piece.length for job in plan.byte_entries),
+        world_size=world_size,
+        rank_bytes=[share.source_bytes for share in plan.shares],
+        narrowed=plan.narrowed,
+        left_out=sum(len(source.left_out) for source in sources),
+        warnings=_warnings(inputs, common),
+        dry_run=request.dry_run,
+    )
+    return Prepared(inputs, target, iteration, plan, common, extra_states, result)
+
+
+def _warnings(inputs: Inputs, common: CommonState) -> list[str]:
+    found = []
+    total = sum(inputs.weights)
+    if min(inputs.weights) < 0 or abs(total - 1) > 1e-6:
+        found.append(
+            f'weights sum to {total:.6g} (smallest {min(inputs.weights):.6g}) and are used as they '
+            'are; outputs may leave the range of the inputs'
+        )
+    if common.origin is None:
+        found.append("no input has common state; the output can't be resumed by its iteration")
+    return found

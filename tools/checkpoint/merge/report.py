@@ -1,0 +1,133 @@
+"""Figures of a merge, and how they and the plan are shown."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..common.errors import CheckpointError
+from ..common.progress import format_bytes, format_rate, format_seconds
+
+
+@dataclass
+class Timings:
+    """Wall time in seconds.
+
+    Attributes:
+        discovery: metadata, validation, planning
+        load: reading tensors, mean of a rank's writer threads, of the slowest rank
+        accumulate: arithmetic, likewise
+        save: the rest of writing, and the common state
+        verify: checks after writing (``--verify``, the integrity manifest)
+        publish: flushing and renaming
+        total: all of it
+    """
+
+    discovery: float = 0.0
+    load: float = 0.0
+    accumulate: float = 0.0
+    save: float = 0.0
+    verify: float = 0.0
+    publish: float = 0.0
+    total: float = 0.0
+
+
+@dataclass
+class MergeResult:
+    """What a merge did; the same on every rank.
+
+    Attributes:
+        output_dir: the published checkpoint directory (or, in a dry run, the one to be)
+        inputs, weights: what was merged, in order
+        averaged_tensors: number of tensors merged
+        copied_extra_states: number of ``_extra_state`` entries copied
+        bytes_read: bytes of stored elements and entries read by all ranks
+        bytes_written: bytes of the output
+        world_size: number of ranks
+        rank_bytes: source bytes of each rank
+        peak_memory: largest resident size of each rank in bytes
+        narrowed: fp32 tensors saved in a narrower dtype
+        nonfinite_inputs: ``source: key`` to the number of its elements that aren't finite
+        left_out: number of entries of training state left unread
+        warnings: what the user should know
+        timings: where the time went
+    """
+
+    output_dir: Path
+    inputs: list[str]
+    weights: list[float]
+    averaged_tensors: int
+    copied_extra_states: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    world_size: int = 1
+    rank_bytes: list[int] = field(default_factory=list)
+    peak_memory: list[int] = field(default_factory=list)
+    narrowed: list[str] = field(default_factory=list)
+    nonfinite_inputs: dict[str, int] = field(default_factory=dict)
+    left_out: int = 0
+    warnings: list[str] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    dry_run: bool = False
+
+
+def plan_text(result: MergeResult) -> str:
+    """The plan: inputs with weights, what is written where, the ranks' load."""
+    width = max(len(name) for name in result.inputs)
+    lines = ['inputs, in order:']
+    lines += [
+        f'  {name:<{width}}  weight {weight:.9g}'
+        for name, weight in zip(result.inputs, result.weights, strict=True)
+    ]
+    lines += [
+        f'output: {result.output_dir}',
+        f'  {result.averaged_tensors} tensors averaged, {result.copied_extra_states} _extra_state '
+        f'entries copied, {format_bytes(result.bytes_written)}',
+        f'  {format_bytes(sum(result.rank_bytes))} to read by {result.world_size} rank'
+        f'{"s" if result.world_size > 1 else ""}: '
+        + ', '.join(_some([format_bytes(size) for size in result.rank_bytes])),
+    ]
+    if result.left_out:
+        lines.append(f'  {result.left_out} entries of training state left unread')
+    if result.narrowed:
+        lines.append('  fp32 tensors narrowed: ' + ', '.join(_some(result.narrowed)))
+    return '\n'.join(lines + [f'warning: {text}' for text in result.warnings])
+
+
+def report_text(result: MergeResult) -> str:
+    """What was done, in how much time and memory."""
+    times = result.timings
+    lines = [
+        f'merged {len(result.inputs)} checkpoints into {result.output_dir}: '
+        f'{result.averaged_tensors} tensors, {result.copied_extra_states} _extra_state entries',
+        f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
+        f'load {times.load:.2f}, accumulate {times.accumulate:.2f}, save {times.save:.2f}, '
+        f'verify {times.verify:.2f}, publish {times.publish:.2f})',
+        f'read {format_bytes(result.bytes_read)} at '
+        f'{format_rate(result.bytes_read, times.total)}, '
+        f'wrote {format_bytes(result.bytes_written)} at '
+        f'{format_rate(result.bytes_written, times.total)}',
+        'peak host memory by rank: '
+        + ', '.join(_some([format_bytes(size) for size in result.peak_memory])),
+    ]
+    lines += [
+        f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()
+    ]
+    return '\n'.join(lines)
+
+
+def write_json(result: MergeResult, file: Path) -> None:
+    """Write every figure as JSON.
+
+    Raises:
+        CheckpointError: the file can't be written
+    """
+    content = asdict(result) | {'output_dir': str(result.output_dir)}
+    try:
+        file.write_text(json.dumps(content, indent=2) + '\n')
+    except OSError as error:
+        raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
+
+
+def _some(values: Sequence[str]) -> list[str]:
+    return [*values[:16], f'… ({len(values)} in all)'] if len(values) > 16 else list(values)

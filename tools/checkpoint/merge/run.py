@@ -1,0 +1,274 @@
+"""A merge from beginning to end, collectively over all ranks."""
+
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from ..common import publish
+from ..common.core import CheckpointingConfig, save_config
+from ..common.errors import CheckpointError
+from ..common.progress import peak_memory, progress_bar
+from ..common.publish import Interrupted, Publication
+from .accumulate import ChunkMerger
+from .common_state import output_common_state, save_common_state
+from .integrity import verify_manifests, write_manifest
+from .plan import RankShare
+from .prepare import MAX_THREADS, Prepared, Request, prepare
+from .provenance import make_provenance
+from .ranks import RankLost, Ranks, joined_ranks
+from .report import MergeResult
+from .source import FORMAT, check_file
+from .validate import validate_output
+from .verify import verify_share
+from .writer import MergePlanner, MergeWriter, save_merged
+
+
+@dataclass
+class _Orders:
+    """What rank 0 tells each rank."""
+
+    share: RankShare
+    directories: tuple[Path, ...]
+    weights: tuple[float, ...]
+    target: Path
+
+
+def run_merge(request: Request) -> MergeResult:
+    """Merge, collectively over all ranks.
+
+    Raises:
+        CheckpointError: anything a user can cause; the same on every rank; nothing is published
+        Interrupted: a signal; nothing is published
+    """
+    begin = perf_counter()
+    with joined_ranks() as ranks:
+        prepared = ranks.agree(lambda: prepare(request, ranks.size), root_only=True)
+        if request.verify:
+            _verify_inputs(prepared, ranks)
+        if prepared is not None:
+            prepared.result.timings.discovery = perf_counter() - begin
+            request.on_plan(prepared.result)
+        if request.dry_run:
+            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
+        orders = ranks.scatter(
+            [
+                _Orders(
+                    share, prepared.inputs.directories, prepared.inputs.weights, prepared.target
+                )
+                for share in prepared.plan.shares
+            ]
+            if prepared
+            else None
+        )
+        ranks.agree(lambda: _check_visible(orders.share))
+        result = _write(request, ranks, prepared, orders, begin)
+    return result
+
+
+def _verify_inputs(prepared: Prepared | None, ranks: Ranks) -> None:
+    directories = ranks.scatter([prepared.inputs.directories] * ranks.size if prepared else None)
+    verify_manifests(directories, ranks)
+
+
+def _check_visible(share: RankShare) -> None:
+    """This rank sees every file that it is to read, in full."""
+    needed: Counter[Path] = Counter()
+    pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
+    for path, piece in [*pieces, *((job.path, job.piece) for job in share.byte_entries)]:
+        needed[path] = max(needed[path], piece.offset + piece.length)
+    for path, size in needed.items():
+        check_file(path, size)
+
+
+def _write(
+    request: Request, ranks: Ranks, prepared: Prepared | None, orders: _Orders, begin: float
+) -> MergeResult:
+    with ExitStack() as stack:
+        publication = ranks.agree(
+            lambda: stack.enter_context(_publication(prepared)), root_only=True
+        )
+        staging = ranks.scatter(
+            [publication.path(orders.target)] * ranks.size if publication else None
+        )
+        ranks.agree(lambda: _check_staging(staging))
+        result = _fill(request, ranks, prepared, orders, staging)
+        started = perf_counter()
+
+        def commit() -> MergeResult:
+            assert publication is not None and result is not None
+            publication.commit()
+            result.timings.publish = perf_counter() - started
+            result.timings.total = perf_counter() - begin
+            return result
+
+        try:
+            result = ranks.agree(commit, root_only=True)
+            return ranks.scatter([result] * ranks.size if result else None)
+        except RankLost as error:
+            if publication is not None and publication.committed and result is not None:
+                return result
+            raise RankLost(
+                f'rank 0 was lost while publishing; see whether {orders.target} exists'
+            ) from error
+
+
+def _publication(prepared: Prepared | None) -> Publication:
+    assert prepared is not None
+    trackers: dict[str | Path, str] = {}
+    if prepared.output_iteration is not None:
+        trackers[prepared.target.parent] = str(prepared.output_iteration)
+    return Publication([prepared.target], trackers)
+
+
+def _check_staging(staging: Path) -> None:
+    if not staging.is_dir():
+        raise CheckpointError(
+            f"{staging.parent}: not shared: this rank doesn't see what rank 0 made there"
+        )
+
+
+def _fill(
+    request: Request, ranks: Ranks, prepared: Prepared | None, orders: _Orders, staging: Path
+) -> MergeResult | None:
+    """Write and check the output in the staging directory; its figures on rank 0."""
+    started = perf_counter()
+    stop = threading.Event()
+    threads = request.threads or min(torch.get_num_threads(), MAX_THREADS)
+    bar_total = orders.share.source_bytes * (2 if request.verify else 1)
+    with progress_bar(bar_total, 'merging', unit='B', rank=ranks.rank) as bar:
+        planner = MergePlanner(
+            orders.share,
+            prepared.plan if prepared else None,
+            lambda: ChunkMerger(
+                orders.weights,
+                block_elements=request.block_elements,
+                allow_nonfinite=request.allow_nonfinite,
+                stop=stop,
+            ),
+            stop,
+            bar.update,
+        )
+        writer = MergeWriter(staging, orders.target, threads, stop)
+        ranks.agree(lambda: _save(planner, writer, ranks))
+        publish.step('written')
+        ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
+        publish.step('completed')
+        written = perf_counter()
+        if request.verify:
+            ranks.agree(lambda: verify_share(staging, orders.share, orders.weights, bar.update))
+    if request.save_integrity:
+        write_manifest(staging, ranks)
+    figures = ranks.gather(_figures(request, ranks, planner, orders, staging, written - started))
+    if prepared is None:
+        return None
+    _summarise(prepared.result, figures)
+    prepared.result.timings.verify = perf_counter() - written
+    return prepared.result
+
+
+def _save(planner: MergePlanner, writer: MergeWriter, ranks: Ranks) -> None:
+    """Run the save with one thread for each writer thread's arithmetic."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        save_merged(planner, writer, ranks.group)
+    except (CheckpointError, Interrupted):
+        raise
+    except BaseException as error:  # DCP wraps errors of all ranks in one of its own
+        causes = [cause for cause, _ in getattr(error, 'failures', {}).values()]
+        for cause in causes:
+            if isinstance(cause, (CheckpointError, Interrupted)):
+                raise cause from error
+        raise CheckpointError(f"{writer.path}: can't be written: {[*causes, error][0]}") from error
+    finally:
+        torch.set_num_threads(before)
+
+
+def _complete(request: Request, prepared: Prepared | None, staging: Path) -> None:
+    """Common state and format of the output, then its metadata against the plan."""
+    assert prepared is not None
+    inputs = prepared.inputs
+    provenance = make_provenance(
+        directories=list(inputs.directories),
+        iterations=inputs.iterations,
+        weights=list(inputs.weights),
+        normalized=inputs.normalized,
+        style=inputs.style,
+        save_dtype=request.save_dtype,
+        common_state_source=prepared.common.origin,
+        extra_state_source=prepared.extra_states.directory,
+        balanced=request.balance_rank_work,
+    )
+    save_common_state(
+        output_common_state(prepared.common, provenance, prepared.output_iteration), staging
+    )
+    save_config(CheckpointingConfig(FORMAT), str(staging))
+    validate_output(staging, prepared.plan)
+
+
+@dataclass
+class _Figures:
+    """One rank's part of the report."""
+
+    load: float
+    accumulate: float
+    save: float
+    bytes_read: int
+    bytes_written: int
+    peak_memory: int
+    nonfinite: Counter[str]
+
+
+def _figures(
+    request: Request,
+    ranks: Ranks,
+    planner: MergePlanner,
+    orders: _Orders,
+    staging: Path,
+    wall: float,
+) -> _Figures:
+    mergers = planner.mergers
+    load = sum(merger.read_seconds for merger in mergers) / max(len(mergers), 1)
+    accumulate = sum(merger.math_seconds for merger in mergers) / max(len(mergers), 1)
+    nonfinite: Counter[str] = Counter()
+    for merger in mergers:
+        nonfinite.update({f'{path}: {key}': n for (path, key), n in merger.nonfinite.items()})
+    written = 0
+    if request.byte_accounting == 'each-rank':
+        written = _size_of(staging, f'__{ranks.rank}_*')
+        if ranks.rank == 0:
+            written += _size_of(staging, '[!_]*')
+    elif request.byte_accounting == 'rank0' and ranks.rank == 0:
+        written = _size_of(staging, '*')
+    return _Figures(
+        load,
+        accumulate,
+        max(wall - load - accumulate, 0.0),
+        sum(merger.bytes_read for merger in mergers)
+        + sum(job.piece.length for job in orders.share.byte_entries),
+        written,
+        peak_memory(),
+        nonfinite,
+    )
+
+
+def _size_of(directory: Path, pattern: str) -> int:
+    return sum(path.stat().st_size for path in directory.glob(pattern))
+
+
+def _summarise(result: MergeResult, figures: list[_Figures]) -> None:
+    result.timings.load = max(figure.load for figure in figures)
+    result.timings.accumulate = max(figure.accumulate for figure in figures)
+    result.timings.save = max(figure.save for figure in figures)
+    result.bytes_read = sum(figure.bytes_read for figure in figures)
+    result.bytes_written = sum(figure.bytes_written for figure in figures) or result.bytes_written
+    result.peak_memory = [figure.peak_memory for figure in figures]
+    total: Counter[str] = Counter()
+    for figure in figures:
+        total.update(figure.nonfinite)
+    result.nonfinite_inputs = dict(total)

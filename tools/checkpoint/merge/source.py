@@ -1,0 +1,270 @@
+"""What a ``torch_dist`` checkpoint holds and where, from its DCP metadata alone."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ..common.errors import CheckpointError
+from ..common.paths import CONFIG_NAME
+from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from .geometry import Box, tiling_fault
+
+FORMAT = 'torch_dist'
+COMMON_FILE = 'common.pt'
+COMMON_KEY = 'common_state/shard_0_1'
+
+_MODEL = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
+_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
+_TRAINING_STATE = re.compile(
+    r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes of one entry: ``length`` bytes from ``offset`` of ``file`` (relative, a .distcp)."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One global tensor: shape, dtype, and the bytes of each chunk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: dict[Box, Slice]
+
+    @property
+    def layout(self) -> frozenset[Box]:
+        """The chunks as a set: their order means nothing."""
+        return frozenset(self.chunks)
+
+
+@dataclass
+class Source:
+    """The mergeable content of one checkpoint.
+
+    Attributes:
+        directory: checkpoint directory
+        config: content of ``metadata.json``
+        tensors: floating model tensors by FQN
+        extra_states: byte entries ``…_extra_state`` by FQN, as they stand in the metadata
+        embedded_common: bytes of the common state stored as a DCP entry, if any
+        left_out: training state that ``model_only`` leaves unread
+        reshaped: core's record of tensors stored under another global shape (core 0.14)
+    """
+
+    directory: Path
+    config: dict[str, object]
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    extra_states: dict[str, Slice] = field(default_factory=dict)
+    embedded_common: Slice | None = None
+    left_out: list[str] = field(default_factory=list)
+    reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def common_file(self) -> Path | None:
+        """The legacy ``common.pt``, if there is one."""
+        path = self.directory / COMMON_FILE
+        return path if path.exists() else None
+
+    @property
+    def has_common_state(self) -> bool:
+        """Whether it has common state in either form."""
+        return self.embedded_common is not None or self.common_file is not None
+
+    def slices(self) -> Iterable[Slice]:
+        """Every slice that a merge may read."""
+        for entry in self.tensors.values():
+            yield from entry.chunks.values()
+        yield from self.extra_states.values()
+        if self.embedded_common is not None:
+            yield self.embedded_common
+
+
+def read_source(directory: Path, *, model_only: bool = False, trust: bool = False) -> Source:
+    """Read and check one checkpoint's metadata; no tensor is read.
+
+    Args:
+        directory: checkpoint directory
+        model_only: leave training state (optimizer, RNG) unread instead of refusing it
+        trust: unpickle ``.metadata`` without restriction
+
+    Raises:
+        CheckpointError: another format, or content that can't be merged; see the contract's list
+    """
+    source = Source(directory, read_config(directory))
+    metadata = load_dcp_metadata(directory, trust=trust)
+    foreign: list[str] = []
+    for key, entry in metadata.state_dict_metadata.items():
+        if _TRAINING_STATE.match(key):
+            source.left_out.append(key)
+        elif key.split('/')[0] == 'common_state':
+            _take_common(source, key, entry, metadata)
+        elif not _MODEL.match(key):
+            foreign.append(key)
+        elif isinstance(entry, TensorStorageMetadata):
+            source.tensors[key] = _tensor_entry(directory, key, entry, metadata)
+        else:
+            _take_bytes(source, key, entry, metadata)
+    _refuse_foreign(source, foreign, model_only)
+    if source.embedded_common is not None and source.common_file is not None:
+        raise CheckpointError(
+            f'{directory}: common state both in {COMMON_FILE} and as {COMMON_KEY}, expected one; '
+            'remove the one that is stale'
+        )
+    if not source.tensors:
+        raise CheckpointError(
+            f'{directory}: no model tensors; keys start with none of '
+            'model., decoder., embedding., output_layer., mtp.'
+        )
+    reshaped = getattr(metadata, 'mcore_data', None) or {}
+    source.reshaped = {key: reshaped[key] for key in source.tensors if key in reshaped}
+    _check_files(source)
+    return source
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """Content of ``metadata.json``.
+
+    Raises:
+        CheckpointError: missing, no JSON object, or another format than ``torch_dist``
+    """
+    file = directory / CONFIG_NAME
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f'{file}: no such file; the save was not finished') from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f'{file}: no readable JSON: {error}') from error
+    found = config.get('sharded_backend') if isinstance(config, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f'{file}: format {found!r}, expected {FORMAT!r}')
+    return config
+
+
+def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:
+    if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
+        raise CheckpointError(
+            f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
+            f'byte entry {COMMON_KEY}'
+        )
+    source.embedded_common = _slice(source.directory, metadata, MetadataIndex(key))
+
+
+def _take_bytes(source: Source, key: str, entry: object, metadata: Metadata) -> None:
+    name = key.split('/shard_')[0]
+    if not isinstance(entry, BytesStorageMetadata) or not _EXTRA_STATE.fullmatch(name):
+        raise CheckpointError(
+            f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
+            '_extra_state'
+        )
+    source.extra_states[key] = _slice(source.directory, metadata, MetadataIndex(key))
+
+
+def _tensor_entry(
+    directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
+) -> TensorEntry:
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+    if _EXTRA_STATE.fullmatch(key):
+        raise CheckpointError(f'{directory}: {key}: stored as a tensor, expected bytes')
+    if not dtype.is_floating_point:
+        raise CheckpointError(
+            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point"
+        )
+    chunks: dict[Box, Slice] = {}
+    for chunk in entry.chunks:
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box in chunks:
+            raise CheckpointError(f'{directory}: {key}: chunk at {box.offsets} stored twice')
+        chunks[box] = _slice(directory, metadata, MetadataIndex(key, chunk.offsets))
+    fault = tiling_fault(shape, list(chunks))
+    if fault:
+        raise CheckpointError(f'{directory}: {key}: {fault}')
+    return TensorEntry(shape, dtype, chunks)
+
+
+def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
+    info = metadata.storage_data.get(index)
+    where = index.fqn if index.offset is None else f'{index.fqn} at {tuple(index.offset)}'
+    if info is None:
+        raise CheckpointError(f'{directory / METADATA_NAME}: no storage for {where}')
+    path = Path(info.relative_path)
+    if path.is_absolute() or '..' in path.parts:
+        raise CheckpointError(f'{directory}: {where}: file {path} lies outside the checkpoint')
+    if getattr(info, 'transform_descriptors', None):
+        raise CheckpointError(
+            f'{directory}: {where}: stored through {info.transform_descriptors}, expected plain'
+        )
+    return Slice(str(path), info.offset, info.length)
+
+
+def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:
+    if foreign:
+        raise CheckpointError(
+            f'{source.directory}: {_some(foreign)}: outside the model (model., model<N>., '
+            "decoder., embedding., output_layer., mtp.) and no training state; can't be merged"
+        )
+    if source.left_out and not model_only:
+        raise CheckpointError(
+            f'{source.directory}: holds training state ({_some(source.left_out)}), as an ordinary '
+            "training checkpoint does; optimizer and RNG state can't be averaged: pass "
+            '--model-only to leave them unread'
+        )
+
+
+def _check_files(source: Source) -> None:
+    """Every file is there and long enough for what the metadata says it holds."""
+    needed: dict[str, int] = {}
+    for piece in source.slices():
+        if piece.offset < 0 or piece.length < 0:
+            raise CheckpointError(f'{source.directory}: negative offset or length in the metadata')
+        needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
+    for name, size in needed.items():
+        check_file(source.directory / name, size)
+
+
+def check_file(file: Path, size: int) -> None:
+    """Refuse a file that is missing or shorter than ``size`` bytes.
+
+    Raises:
+        CheckpointError: with both sizes
+    """
+    try:
+        found = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f'{file}: {error.strerror or error}') from error
+    if found < size:
+        raise CheckpointError(
+            f'{file}: {found} bytes, the metadata says at least {size}; truncated'
+        )
+
+
+def _some(keys: list[str]) -> str:
+    more = f' and {len(keys) - 3} more' if len(keys) > 3 else ''
+    return ', '.join(sorted(keys)[:3]) + more
+
+
+def _kind(entry: object) -> str:
+    return (
+        'a tensor'
+        if isinstance(entry, TensorStorageMetadata)
+        else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')

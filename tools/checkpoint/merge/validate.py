@@ -1,0 +1,135 @@
+"""Do the sources agree, and did the output become what was planned?"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ..common.errors import CheckpointError
+from ..common.safe_load import load_dcp_metadata
+from .geometry import Box
+from .plan import MergePlan
+from .source import Source, check_file
+
+
+def validate_sources(
+    sources: Sequence[Source], *, same_dtype: bool = True, allow_reshard: bool = False
+) -> None:
+    """Every source against the first: keys, shapes, layouts, dtypes, format.
+
+    Args:
+        same_dtype: refuse a tensor whose dtype differs between sources
+        allow_reshard: let chunk layouts differ
+
+    Raises:
+        CheckpointError: the first difference, with both values
+    """
+    first = sources[0]
+    for other in sources[1:]:
+        pair = f'{other.directory} against {first.directory}'
+        if other.config != first.config:
+            raise CheckpointError(f'{pair}: formats differ: {other.config}, {first.config}')
+        _same_keys(pair, 'tensors', other.tensors, first.tensors)
+        _same_keys(pair, '_extra_state entries', other.extra_states, first.extra_states)
+        for key, expected in first.tensors.items():
+            found = other.tensors[key]
+            if found.shape != expected.shape:
+                raise CheckpointError(
+                    f'{pair}: {key}: global shape {found.shape}, expected {expected.shape}'
+                )
+            if same_dtype and found.dtype != expected.dtype:
+                raise CheckpointError(
+                    f'{pair}: {key}: dtype {found.dtype}, expected {expected.dtype}; an explicit '
+                    '--merge-save-dtype merges them'
+                )
+            if not allow_reshard and found.layout != expected.layout:
+                raise CheckpointError(
+                    f'{pair}: {key}: chunk layout {_layout(found.layout)}, expected '
+                    f'{_layout(expected.layout)}; --allow-reshard merges them'
+                )
+        if other.reshaped != first.reshaped:
+            raise CheckpointError(f'{pair}: stored under other global shapes (mcore_data)')
+
+
+def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> None:
+    """``--common-state-checkpoint`` has the inputs' ``_extra_state`` entries, if they have any.
+
+    Raises:
+        CheckpointError: the sets differ
+    """
+    if sources[0].extra_states:
+        _same_keys(
+            f'{given.directory} against {sources[0].directory}',
+            '_extra_state entries',
+            given.extra_states,
+            sources[0].extra_states,
+        )
+
+
+def validate_output(directory: Path, plan: MergePlan) -> None:
+    """The metadata on disk against the plan, and the files against the metadata.
+
+    Raises:
+        CheckpointError: an entry, a chunk or its bytes are missing or differ
+    """
+    metadata = load_dcp_metadata(directory)
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    planned = [*plan.tensors, *(job.key for job in plan.byte_entries)]
+    _same_keys(str(directory), 'entries', entries, planned)
+    sizes: dict[str, int] = {}
+    stored = 0
+    for key, tensor in plan.tensors.items():
+        entry = entries[key]
+        if (
+            not isinstance(entry, TensorStorageMetadata)
+            or {Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} != set(tensor.boxes)
+            or tuple(entry.size) != tensor.shape
+            or entry.properties.dtype != tensor.dtype
+        ):
+            raise CheckpointError(f'{directory}: {key}: written metadata differs from the plan')
+        for box in tensor.boxes:
+            info = storage.get(MetadataIndex(key, box.offsets))
+            if info is None or info.length < box.numel * tensor.dtype.itemsize:
+                raise CheckpointError(f'{directory}: {key} at {box.offsets}: was not written')
+            sizes[info.relative_path] = max(
+                sizes.get(info.relative_path, 0), info.offset + info.length
+            )
+            stored += 1
+    for job in plan.byte_entries:
+        info = storage.get(MetadataIndex(job.key))
+        if (
+            not isinstance(entries[job.key], BytesStorageMetadata)
+            or info is None
+            or info.length != job.piece.length
+        ):
+            raise CheckpointError(f'{directory}: {job.key}: was not written')
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        stored += 1
+    if stored != len(storage):
+        raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {stored}')
+    for name, size in sizes.items():
+        check_file(directory / name, size)
+
+
+def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    missing = sorted(set(expected) - set(found))
+    unexpected = sorted(set(found) - set(expected))
+    if missing or unexpected:
+        raise CheckpointError(
+            f'{where}: {what} differ: missing {_list(missing)}, unexpected {_list(unexpected)}'
+        )
+
+
+def _list(keys: Sequence[str]) -> str:
+    shown = ', '.join(keys[:8]) or 'none'
+    return f'{shown} and {len(keys) - 8} more' if len(keys) > 8 else shown
+
+
+def _layout(boxes: Iterable[Box]) -> str:
+    ordered = sorted(boxes)
+    shown = ', '.join(f'{box.sizes} at {box.offsets}' for box in ordered[:4])
+    return f'{len(ordered)} chunks ({shown}{", …" if len(ordered) > 4 else ""})'

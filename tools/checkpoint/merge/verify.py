@@ -1,0 +1,88 @@
+"""``--verify``: read the output back and compute every chunk again, by another path.
+
+Chunks are read through ``torch.load``, whole, and merged in the plain loop of the contract; nothing
+of the merge's block-wise reading or arithmetic is used.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ..common.errors import CheckpointError
+from ..common.safe_load import load_dcp_metadata
+from .payload import load_chunk, read_bytes
+from .plan import ChunkJob, RankShare, StoredChunk
+from .source import Slice
+
+
+def verify_share(
+    directory: Path,
+    share: RankShare,
+    weights: Sequence[float],
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Check what one rank wrote.
+
+    Args:
+        directory: the output, published or not
+        share: chunks and byte entries to check
+        weights: one for each source
+        on_bytes: told the source bytes of each chunk that was checked
+
+    Raises:
+        CheckpointError: a chunk or byte entry differs; names its key
+    """
+    storage = load_dcp_metadata(directory).storage_data
+
+    def written(key: str, offsets: tuple[int, ...] | None) -> tuple[Path, Slice]:
+        info = storage[MetadataIndex(key, offsets)]
+        piece = Slice(info.relative_path, info.offset, info.length)
+        return directory / piece.file, piece
+
+    for job in share.chunks:
+        path, piece = written(job.key, job.box.offsets)
+        found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
+        if not _same_bits(found, _expected(job, weights)):
+            raise CheckpointError(
+                f'{path}: {job.key} at {job.box.offsets}: differs from the weighted sum of its '
+                'inputs; the output is not published'
+            )
+        on_bytes(job.source_bytes)
+    for entry in share.byte_entries:
+        path, piece = written(entry.key, None)
+        if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
+            raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
+
+
+def _expected(job: ChunkJob, weights: Sequence[float]) -> torch.Tensor:
+    rounded = torch.tensor(weights, dtype=torch.float32).tolist()
+    total = _assembled(job, job.stored[0]).float() * rounded[0]
+    for stored, weight in zip(job.stored[1:], rounded[1:], strict=True):
+        total.add_(_assembled(job, stored).float(), alpha=weight)
+    return total.to(job.dtype)
+
+
+def _assembled(job: ChunkJob, stored: Sequence[StoredChunk]) -> torch.Tensor:
+    """One source's elements of the output chunk, by slicing whole chunks."""
+    result = torch.empty(job.box.sizes, dtype=stored[0].dtype)
+    for part in stored:
+        chunk = load_chunk(part.path, part.piece, job.key, part.dtype, part.box.sizes)
+        shared = job.box.intersection(part.box)
+        if shared is not None:
+            result[_window(shared.offsets, shared.ends, job.box.offsets)] = chunk[
+                _window(shared.offsets, shared.ends, part.box.offsets)
+            ]
+    return result
+
+
+def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of the bytes, so that NaN equals itself."""
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )

@@ -1,0 +1,318 @@
+"""Running a conversion: survey, plan, check everything, write, publish."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import CheckpointError
+from ..common.paths import RELEASE, parse_iteration_dirname
+from ..common.progress import progress_bar
+from ..common.publish import UNPUBLISHED, Publication, refuse_existing
+from . import rank_file, torch_file
+from .commands import Request
+from .discover import FILE_NAME, RankId, refuse_other_files
+from .edges import refuse_stray_keys
+from .layout import ChunkId, Move, Plan
+from .rank_args import Layout
+from .rank_file import OldRank
+from .survey import SideSurvey, check_iteration, require_shards, survey
+
+
+@dataclass(frozen=True)
+class Options:
+    """What holds for every conversion.
+
+    Attributes:
+        iteration: iteration to convert; the tracker's of the (edge) source where None
+        drop_optimizer: leave the optimizer state behind
+        trust: load without restriction on classes
+        workers: rank files written at the same time; None for one a CPU
+    """
+
+    iteration: int | None = None
+    drop_optimizer: bool = False
+    trust: bool = False
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank file to write.
+
+    Attributes:
+        side: output side
+        rank: the file's ranks
+        moves: what its chunks are made of
+        layout: sizes of the output
+        files: source file of each (side, pipeline rank) that it needs
+    """
+
+    side: str
+    rank: RankId
+    moves: Sequence[Move]
+    layout: Layout
+    files: dict[tuple[str, int], Path]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked conversion.
+
+    Attributes:
+        surveys: the sources
+        plan: which chunk goes where
+        jobs: the rank files to write
+        targets: directory of each output side
+        trackers: root of each output to the text of its tracker
+        bytes: total size of the tensors to write
+        notes: what the user should know
+    """
+
+    surveys: dict[str, SideSurvey]
+    plan: Plan
+    jobs: list[Job]
+    targets: dict[str, Path]
+    trackers: dict[str | Path, str]
+    bytes: int
+    notes: list[str]
+
+
+def prepare(request: Request, options: Options) -> Prepared:
+    """Plan a conversion and check all of it; nothing is written.
+
+    Args:
+        request: what to convert
+        options: how
+
+    Raises:
+        CheckpointError: anything is wrong with the sources or the outputs
+    """
+    _refuse_same_roots(request)
+    surveys = _survey(request, options)
+    plan = request.plan(surveys)
+    directory = next(iter(surveys.values())).source.directory
+    targets = {side: root / directory.name for side, root in request.outputs.items()}
+    for target in targets.values():
+        if not (target / UNPUBLISHED).exists():  # else a killed run's, which Publication removes
+            refuse_existing(target)
+    iteration = parse_iteration_dirname(directory.name)
+    text = RELEASE if iteration is None else str(iteration)
+    jobs = _jobs(surveys, plan)
+    refuse_other_files(
+        sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
+    )
+    size, without_args, kept = 0, 0, set()
+    for job in jobs:
+        state, _ = build(job, plan, options)
+        size += _size(state)
+        without_args += state.get('args') is None
+        kept |= {'optimizer'} & state.keys()
+    notes = []
+    if without_args:
+        notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
+    if options.drop_optimizer and not kept:
+        notes.append('the outputs have no optimizer state; load them with --no-load-optim')
+    trackers: dict[str | Path, str] = {root: text for root in request.outputs.values()}
+    return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
+
+
+def execute(prepared: Prepared, options: Options) -> None:
+    """Write every rank file and publish all outputs together.
+
+    Args:
+        prepared: as ``prepare`` returns it
+        options: as given to ``prepare``
+
+    Raises:
+        CheckpointError: a file can't be read or written any more; nothing is published then
+    """
+    stop = threading.Event()
+    workers = min(len(prepared.jobs), options.workers or os.cpu_count() or 1)
+    with (
+        Publication(list(prepared.targets.values()), prepared.trackers) as publication,
+        progress_bar(prepared.bytes, 'writing', unit='B') as progress,
+    ):
+
+        def wrote(count: int) -> None:
+            if stop.is_set():
+                raise CheckpointError('stopped')
+            progress.update(count)
+
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                futures = []
+                for job in prepared.jobs:
+                    directory = publication.path(prepared.targets[job.side])
+                    path = directory / job.rank.dirname / FILE_NAME
+                    path.parent.mkdir()
+                    futures.append(pool.submit(_write, job, path, prepared.plan, options, wrote))
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+        publication.commit()
+
+
+_loading = threading.Lock()  # torch's safe globals are one list for all threads
+
+
+def build(
+    job: Job, plan: Plan, options: Options
+) -> tuple[dict[str, Any], dict[tuple[int, int], torch_file.Record]]:
+    """The content of a new rank file, and where its storages lie.
+
+    Raises:
+        CheckpointError: the sources don't fit together
+    """
+    ranks: dict[tuple[str, int], OldRank] = {}
+    records: dict[tuple[int, int], torch_file.Record] = {}
+    for home, path in job.files.items():
+        with _loading:
+            mapped = torch_file.read(path, options.trust)
+        check_iteration(path, mapped.state, path.parent.parent)
+        ranks[home] = rank_file.take_apart(path, mapped.state, not options.drop_optimizer)
+        records |= mapped.records
+    _check_chunks(plan, ranks)
+    chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
+    state = rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
+    return state, records
+
+
+def _new_chunk(move: Move, plan: Plan, ranks: dict[tuple[str, int], OldRank]) -> rank_file.NewChunk:
+    def rank_of(chunk: ChunkId) -> OldRank:
+        return ranks[chunk.side, chunk.rank]
+
+    if move.empty:
+        return rank_file.NewChunk({}, [], {}, [])
+    if move.whole:
+        source = move.pieces[0].source
+        return rank_file.whole_chunk(rank_of(source), source.chunk)
+    anyone = next(iter(ranks.values()))  # stands for an end that this chunk doesn't need
+    first, last = (
+        (end.chunk, ranks.get((end.side, end.rank), anyone))
+        for end in (plan.sources[0], plan.sources[-1])
+    )
+    return rank_file.assembled_chunk(
+        move, [(piece, rank_of(piece.source)) for piece in move.pieces], first, last
+    )
+
+
+def _check_chunks(plan: Plan, ranks: dict[tuple[str, int], OldRank]) -> None:
+    """This shard's files must have the chunks and layers that the plan was made from."""
+    planned: dict[ChunkId, int] = {}
+    for move in plan.moves:
+        for piece in move.pieces:
+            planned[piece.source] = max(planned.get(piece.source, 0), piece.last)
+    for index, chunk in enumerate(plan.sources):
+        rank = ranks.get((chunk.side, chunk.rank))
+        if rank is None:
+            continue
+        if chunk.chunk not in rank.chunks:
+            raise CheckpointError(
+                f'{rank.path}: key `{chunk.key}` is missing, which other ranks of its stage have'
+            )
+        found = rank_file.model_state.count_layers(rank.chunks[chunk.chunk], str(rank.path))
+        if found != planned.get(chunk, 0):
+            raise CheckpointError(
+                f'{rank.path}, key `{chunk.key}`: holds {found} layers, expected '
+                f'{planned.get(chunk, 0)} as in the other ranks of its stage'
+            )
+        if any(not move.whole for move in plan.moves):
+            refuse_stray_keys(chunk.chunk, rank, index == 0, index == len(plan.sources) - 1)
+
+
+def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
+    surveys: dict[str, SideSurvey] = {}
+    iteration: int | str | None = options.iteration
+    for side, root in request.sources.items():  # the edge comes first and sets the iteration
+        surveys[side] = survey(side, root, iteration, options.trust)
+        name = surveys[side].source.directory.name
+        found = parse_iteration_dirname(name)
+        iteration = RELEASE if found is None else found
+    return surveys
+
+
+def _refuse_same_roots(request: Request) -> None:
+    outputs = {side: root.resolve() for side, root in request.outputs.items()}
+    if len(set(outputs.values())) < len(outputs):
+        raise CheckpointError(
+            f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
+            'directories'
+        )
+    for source in request.sources.values():
+        if source.resolve() in outputs.values():
+            raise CheckpointError(f'{source}: both source and output; name another output')
+
+
+def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
+    used: dict[str, set[int]] = {}
+    for chunk in plan.sources:
+        used.setdefault(chunk.side, set()).add(chunk.rank)
+    shards = {side: require_shards(surveys[side], ranks) for side, ranks in used.items()}
+    sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
+    ranks = plan.ranks()
+    ends = [plan.sources[0], plan.sources[-1]]
+    jobs = []
+    for (side, rank), moves in ranks.items():
+        output = plan.outputs[side]
+        sources = [piece.source for move in moves for piece in move.pieces]
+        if not all(move.whole for move in moves):
+            sources += [end for end, needed in zip(ends, _ends(moves), strict=True) if needed]
+        home = sources[0].side if sources else ends[0].side
+        present = {r: sizes[_home(m, home)] for (s, r), m in ranks.items() if s == side}
+        layout = Layout(
+            sizes[home],
+            output.pipeline_size,
+            output.virtual_size,
+            sum(present.get(r, sizes[home]) for r in range(output.pipeline_size)),
+            [move.layers for move in plan.moves if move.target.side == side and not move.empty],
+            complete=len(plan.outputs) == 1,
+        )
+        for tp, ep in shards[home]:
+            jobs.append(
+                Job(
+                    side,
+                    RankId(tp, rank if output.pipeline_size > 1 else None, ep),
+                    moves,
+                    layout,
+                    {
+                        (chunk.side, chunk.rank): surveys[home].source.files[chunk.rank, tp, ep]
+                        for chunk in sources
+                    },
+                )
+            )
+    return jobs
+
+
+def _home(moves: Sequence[Move], default: str) -> str:
+    return next((piece.source.side for move in moves for piece in move.pieces), default)
+
+
+def _ends(moves: Sequence[Move]) -> tuple[bool, bool]:
+    """Whether a rank needs the old first and the old last chunk.
+
+    The last new chunk may need a copy of the embedding; a chunk without layers gets what a stage
+    has for itself from the first.
+    """
+    last = any(move.is_last for move in moves)
+    return last or any(move.is_first or not move.pieces for move in moves), last
+
+
+def _size(state: dict[str, Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in torch_file.tensors(state))
+
+
+def _write(
+    job: Job, path: Path, plan: Plan, options: Options, wrote: Callable[[int], object]
+) -> None:
+    state, records = build(job, plan, options)
+    try:
+        torch_file.write(path, state, records, wrote)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error

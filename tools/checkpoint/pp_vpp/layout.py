@@ -1,0 +1,232 @@
+"""Which old (side, PP rank, chunk) becomes which new one: the plan of a conversion, as data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..common.errors import CheckpointError
+
+
+@dataclass(frozen=True, order=True)
+class ChunkId:
+    """One model chunk of a checkpoint.
+
+    Attributes:
+        side: 'edge', 'cloud', or '' where both are one directory
+        rank: pipeline rank
+        chunk: virtual pipeline chunk; None where the file has the plain key ``model``
+    """
+
+    side: str
+    rank: int
+    chunk: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The chunk's key in its file: ``model``, or ``model<chunk>``."""
+        return 'model' if self.chunk is None else f'model{self.chunk}'
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of layers of an old chunk.
+
+    Attributes:
+        source: the old chunk
+        first: first layer, numbered from 0 in the old chunk
+        last: one past the last layer
+    """
+
+    source: ChunkId
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a new chunk is made of.
+
+    Attributes:
+        target: the new chunk
+        pieces: runs of layers, in pipeline order; none for an empty chunk
+        first_layer: global number of the first layer
+        whole: the chunk is one old chunk, taken over with every key
+        is_first: the embedding belongs here
+        is_last: the final norm and the head belong here
+    """
+
+    target: ChunkId
+    pieces: tuple[Piece, ...]
+    first_layer: int
+    whole: bool
+    is_first: bool = False
+    is_last: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the new chunk."""
+        return sum(piece.last - piece.first for piece in self.pieces)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the new chunk holds nothing at all."""
+        return self.whole and not self.pieces
+
+
+@dataclass(frozen=True)
+class OutputSide:
+    """One output directory.
+
+    Attributes:
+        name: 'edge', 'cloud' or ''
+        pipeline_size: ``pipeline_model_parallel_size`` of the output
+        virtual_size: ``virtual_pipeline_model_parallel_size``; None without chunks
+    """
+
+    name: str
+    pipeline_size: int
+    virtual_size: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion.
+
+    Attributes:
+        sources: every old chunk, in pipeline order
+        moves: every new chunk, in pipeline order; empty chunks last
+        outputs: the output sides by name
+    """
+
+    sources: tuple[ChunkId, ...]
+    moves: tuple[Move, ...]
+    outputs: dict[str, OutputSide]
+
+    def ranks(self) -> dict[tuple[str, int], list[Move]]:
+        """Moves of each new (side, pipeline rank), in the order of their chunks."""
+        ranks: dict[tuple[str, int], list[Move]] = {}
+        for move in self.moves:
+            ranks.setdefault((move.target.side, move.target.rank), []).append(move)
+        for moves in ranks.values():
+            moves.sort(key=lambda move: move.target.chunk or 0)
+        return ranks
+
+    def layers(self) -> list[int]:
+        """Layers of each new chunk in pipeline order, without the empty ones."""
+        return [move.layers for move in self.moves if not move.empty]
+
+
+def interleaved(pipeline_size: int, chunks: int, side: str = '') -> list[ChunkId]:
+    """Every chunk of a layout in pipeline order: chunk 0 of all ranks, then chunk 1, and so on.
+
+    Args:
+        pipeline_size: pipeline ranks
+        chunks: chunks of each rank; 1 stands for the plain key ``model``
+    """
+    return [
+        ChunkId(side, rank, None if chunks == 1 else chunk)
+        for chunk in range(chunks)
+        for rank in range(pipeline_size)
+    ]
+
+
+def one_to_one(
+    sources: Sequence[ChunkId],
+    targets: Sequence[ChunkId],
+    layers: Sequence[int],
+    outputs: Sequence[OutputSide],
+    empty: Sequence[ChunkId] = (),
+) -> Plan:
+    """Each old chunk becomes one new chunk, unchanged.
+
+    Args:
+        sources: old chunks in pipeline order
+        targets: the new chunk of each
+        layers: number of layers of each
+        outputs: the output sides
+        empty: new chunks that hold nothing
+    """
+    moves, first_layer = [], 0
+    for index, (source, target, count) in enumerate(zip(sources, targets, layers, strict=True)):
+        moves.append(
+            Move(
+                target,
+                (Piece(source, 0, count),),
+                first_layer,
+                whole=True,
+                is_first=index == 0,
+                is_last=index == len(sources) - 1,
+            )
+        )
+        first_layer += count
+    moves += [Move(target, (), first_layer, whole=True) for target in empty]
+    return Plan(tuple(sources), tuple(moves), {side.name: side for side in outputs})
+
+
+def resplit(
+    sources: Sequence[ChunkId],
+    layers: Sequence[int],
+    pipeline_size: int,
+    virtual_size: int,
+    new_layers: Sequence[int] | None = None,
+) -> Plan:
+    """Every layer goes to the chunk that holds its global number in the new layout.
+
+    Args:
+        sources: old chunks in pipeline order
+        layers: number of layers of each
+        pipeline_size: new pipeline ranks
+        virtual_size: new chunks of each rank
+        new_layers: layers of each new chunk in pipeline order; default: the same number each
+
+    Raises:
+        CheckpointError: the layers can't be divided so
+    """
+    targets = interleaved(pipeline_size, virtual_size)
+    total = sum(layers)
+    if new_layers is None:
+        if total % len(targets):
+            raise CheckpointError(
+                f"{total} layers can't be divided over {pipeline_size} pipeline ranks with "
+                f'{virtual_size} chunks each ({len(targets)} chunks); give --layers-per-chunk'
+            )
+        new_layers = [total // len(targets)] * len(targets)
+    if len(new_layers) != len(targets):
+        raise CheckpointError(
+            f'--layers-per-chunk: {len(new_layers)} numbers, expected {len(targets)} '
+            f'(--pipeline-size {pipeline_size} times --virtual-size {virtual_size})'
+        )
+    if sum(new_layers) != total:
+        raise CheckpointError(
+            f'--layers-per-chunk: adds up to {sum(new_layers)}, but the checkpoint has '
+            f'{total} layers'
+        )
+    homes = [
+        (source, layer)
+        for source, count in zip(sources, layers, strict=True)
+        for layer in range(count)
+    ]
+    moves, first_layer = [], 0
+    for index, (target, count) in enumerate(zip(targets, new_layers, strict=True)):
+        moves.append(
+            Move(
+                target,
+                _runs(homes[first_layer : first_layer + count]),
+                first_layer,
+                whole=False,
+                is_first=index == 0,
+                is_last=index == len(targets) - 1,
+            )
+        )
+        first_layer += count
+    side = OutputSide('', pipeline_size, virtual_size if virtual_size > 1 else None)
+    return Plan(tuple(sources), tuple(moves), {'': side})
+
+
+def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    for source, layer in homes:
+        if pieces and pieces[-1].source == source:
+            pieces[-1] = Piece(source, pieces[-1].first, layer + 1)
+        else:
+            pieces.append(Piece(source, layer, layer + 1))
+    return tuple(pieces)

@@ -1,0 +1,351 @@
+"""Optimizer state of one rank: taken apart into parameters, and put together for new chunks.
+
+A legacy file numbers optimizer state by integers and names nothing. Two layouts are known:
+``FP32Optimizer`` (torch's own ``state`` and ``param_groups``) and
+``Float16OptimizerWithFloat16Params`` (the same under ``optimizer``, with the fp32 masters of the
+half-precision parameters); each alone or in the list that ``ChainedOptimizer`` makes of several.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..common.errors import CheckpointError
+
+_INNER = ('optimizer', 'optimizer_state_dict')
+_MASTERS = ('fp32_from_fp16_params', 'fp32_from_fp16')
+_HALF = (torch.float16, torch.bfloat16)
+WAY_OUT = 'convert with --drop-optimizer to leave the optimizer behind'
+
+
+@dataclass(frozen=True)
+class Group:
+    """Header of one parameter group, equal on all ranks.
+
+    Attributes:
+        optimizer: number of the optimizer in the chain
+        number: number of the group in that optimizer
+        fields: everything but ``params``
+        empty: whether the group has no parameters here
+    """
+
+    optimizer: int
+    number: int
+    fields: Mapping[str, Any]
+    empty: bool
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Optimizer state of one parameter.
+
+    Attributes:
+        optimizer: number of the optimizer in the chain
+        group: number of the group
+        shape: the parameter's shape; None where no tensor tells
+        state: moments and step by name; None where there is none yet
+        master: fp32 copy of a half-precision parameter
+    """
+
+    optimizer: int
+    group: int
+    shape: torch.Size | None
+    state: Mapping[str, Any] | None
+    master: torch.Tensor | None = None
+
+
+@dataclass
+class RankOptimizer:
+    """Optimizer state of one rank file, before its parameters have names.
+
+    Attributes:
+        chained: whether the file holds a list (or dict) of optimizers
+        wrappers: per optimizer, what surrounds ``state`` and ``param_groups``: key of the inner
+            optimizer, key of the masters, and other entries (the gradient scaler)
+        groups: per optimizer, the headers
+        slots: per optimizer and group, the parameters in order
+        masters: per optimizer and group, the masters in order; None without masters
+    """
+
+    chained: bool
+    wrappers: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[list[Group]] = field(default_factory=list)
+    slots: list[list[list[Slot]]] = field(default_factory=list)
+    masters: list[list[list[torch.Tensor]] | None] = field(default_factory=list)
+
+
+def parse(state: Any, where: str) -> RankOptimizer:
+    """Take a rank's ``optimizer`` entry apart.
+
+    Args:
+        state: the entry
+        where: what an error message calls it
+
+    Raises:
+        CheckpointError: the layout isn't one of those known
+    """
+    if isinstance(state, Mapping) and state and all(isinstance(key, int) for key in state):
+        state = [state[key] for key in sorted(state)]
+    chained = isinstance(state, list)
+    rank = RankOptimizer(chained)
+    for index, part in enumerate(state if chained else [state]):
+        _parse_one(rank, index, part, f'{where}[{index}]' if chained else where)
+    return rank
+
+
+def _parse_one(rank: RankOptimizer, index: int, part: Any, where: str) -> None:
+    if not isinstance(part, Mapping):
+        raise _unknown(where, type(part).__name__)
+    inner_key = next((key for key in _INNER if key in part), None)
+    if 'param_state' in part or 'param_state_sharding_type' in part:
+        raise CheckpointError(
+            f'{where}: written by the distributed optimizer, whose state is laid out by rank and '
+            f"can't be carried; {WAY_OUT}"
+        )
+    masters_key = next((key for key in _MASTERS if key in part), None)
+    wrapper: dict[str, Any] = {'inner': inner_key, 'masters': masters_key, 'others': {}}
+    inner, masters = part, None
+    if inner_key is not None:
+        if masters_key is None:
+            raise CheckpointError(
+                f'{where}: has `{inner_key}` but no {_MASTERS[0]}, as the distributed optimizer '
+                f"writes it; its state is laid out by rank and can't be carried; {WAY_OUT}"
+            )
+        inner, masters = part[inner_key], part[masters_key]
+        others = {key: part[key] for key in part if key not in (inner_key, masters_key)}
+        unknown = [key for key in others if key != 'grad_scaler']
+        if unknown:
+            raise _unknown(where, f'key {unknown[0]}')
+        wrapper['others'] = others
+    if not isinstance(inner, Mapping) or set(inner) != {'state', 'param_groups'}:
+        found = ', '.join(map(str, inner)) if isinstance(inner, Mapping) else type(inner).__name__
+        raise _unknown(where, f'keys {found}')
+    groups, slots = _parse_groups(index, inner, where)
+    if masters is not None and (not isinstance(masters, list) or len(masters) != len(groups)):
+        raise _unknown(where, f'{masters_key} without one list for each of {len(groups)} groups')
+    rank.wrappers.append(wrapper)
+    rank.groups.append(groups)
+    rank.slots.append(_shapes_from_masters(slots, masters))
+    rank.masters.append(masters)
+
+
+def _parse_groups(
+    index: int, inner: Mapping[str, Any], where: str
+) -> tuple[list[Group], list[list[Slot]]]:
+    state = inner['state']
+    groups: list[Group] = []
+    slots: list[list[Slot]] = []
+    seen: set[int] = set()
+    for number, header in enumerate(inner['param_groups']):
+        params = header.get('params') if isinstance(header, Mapping) else None
+        if not isinstance(params, list):
+            raise _unknown(where, f'param_groups[{number}] without `params`')
+        fields = {key: value for key, value in header.items() if key != 'params'}
+        groups.append(Group(index, number, fields, not params))
+        slots.append([])
+        for param_id in params:
+            if param_id in seen:
+                raise _unknown(where, f'parameter {param_id} in two groups')
+            seen.add(param_id)
+            values = state.get(param_id)
+            shape = _shape(values, f'{where}, parameter {param_id}')
+            slots[-1].append(Slot(index, number, shape, values))
+    orphans = [key for key in state if key not in seen]
+    if orphans:
+        raise _unknown(where, f'state of {orphans[0]!r}, which is in no group')
+    return groups, slots
+
+
+def _shape(values: Any, where: str) -> torch.Size | None:
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        raise _unknown(where, type(values).__name__)
+    shapes = {
+        value.shape for value in values.values() if isinstance(value, torch.Tensor) and value.dim()
+    }
+    if len(shapes) > 1:
+        raise _unknown(where, f'tensors of different shapes {sorted(map(tuple, shapes))}')
+    return shapes.pop() if shapes else None
+
+
+def _shapes_from_masters(
+    slots: list[list[Slot]], masters: list[list[torch.Tensor]] | None
+) -> list[list[Slot]]:
+    """Fill in shapes that the state doesn't tell, where every parameter has a master."""
+    if masters is None:
+        return slots
+    return [
+        [
+            Slot(slot.optimizer, slot.group, slot.shape or master.shape, slot.state)
+            for slot, master in zip(group, copies, strict=True)
+        ]
+        if len(group) == len(copies)
+        else group
+        for group, copies in zip(slots, masters, strict=True)
+    ]
+
+
+def assign_masters(
+    rank: RankOptimizer, named: Sequence[tuple[torch.Tensor, Slot]], where: str
+) -> list[Slot]:
+    """Give each half-precision parameter its fp32 master.
+
+    Args:
+        rank: the rank's optimizer state
+        named: each parameter of the model with its slot, in model order
+        where: what an error message calls it
+
+    Returns:
+        the slots, in the same order
+
+    Raises:
+        CheckpointError: number or shapes of the masters don't fit
+    """
+    iterators = [
+        None if masters is None else [iter(group) for group in masters] for masters in rank.masters
+    ]
+    result = []
+    for tensor, slot in named:
+        masters = iterators[slot.optimizer]
+        if masters is None or tensor.dtype not in _HALF:
+            result.append(slot)
+            continue
+        master = next(masters[slot.group], None)
+        if master is None or master.shape != tensor.shape:
+            found = 'none left' if master is None else f'shape {tuple(master.shape)}'
+            raise CheckpointError(
+                f"{where}, group {slot.group}: fp32 masters don't fit the parameters (found "
+                f'{found}, expected {tuple(tensor.shape)}); {WAY_OUT}'
+            )
+        result.append(Slot(slot.optimizer, slot.group, slot.shape, slot.state, master))
+    for masters in iterators:
+        for number, group in enumerate(masters or []):
+            if next(group, None) is not None:
+                raise CheckpointError(
+                    f'{where}, group {number}: more fp32 masters than half-precision parameters; '
+                    f'{WAY_OUT}'
+                )
+    return result
+
+
+def join_headers(ranks: Sequence[tuple[str, RankOptimizer]]) -> RankOptimizer:
+    """The frame that several ranks' optimizers have in common: headers, scaler, names of keys.
+
+    A group's ``step`` (FusedAdam's convention) counts only where the group has parameters, so it
+    is taken from those ranks.
+
+    Args:
+        ranks: name for error messages and state of each rank
+
+    Raises:
+        CheckpointError: they differ in anything that one rank can hold only once
+    """
+    first_name, first = ranks[0]
+    for name, other in ranks[1:]:
+        for what, one, two in _frames(first, other):
+            if not equal(one, two):
+                raise CheckpointError(
+                    f'{name}: {what} is {_short(two)}, expected {_short(one)} as in '
+                    f"{first_name}; stages with different optimizer settings can't share a "
+                    f'rank; {WAY_OUT}'
+                )
+    groups: list[list[Group]] = []
+    for index in range(len(first.groups)):
+        groups.append([])
+        for number in range(len(first.groups[index])):
+            headers = [(name, rank.groups[index][number]) for name, rank in ranks]
+            groups[-1].append(_join_group(headers))
+    return RankOptimizer(first.chained, first.wrappers, groups)
+
+
+def _frames(one: RankOptimizer, other: RankOptimizer) -> list[tuple[str, Any, Any]]:
+    return [
+        ('whether the optimizer is a chain', one.chained, other.chained),
+        ('number of optimizers', len(one.groups), len(other.groups)),
+        ('numbers of parameter groups', list(map(len, one.groups)), list(map(len, other.groups))),
+        ('layout of the optimizer', one.wrappers, other.wrappers),
+    ]
+
+
+def _join_group(headers: Sequence[tuple[str, Group]]) -> Group:
+    filled = [(name, group) for name, group in headers if not group.empty]
+    first_name, first = (filled or headers)[0]
+    for name, group in headers:
+        ignored = {'step'} if group.empty else set()
+        for key in sorted(first.fields.keys() | group.fields.keys() - ignored, key=str):
+            if key in ignored:
+                continue
+            one, two = (g.fields.get(key) for g in (first, group))
+            if not equal(one, two):
+                raise CheckpointError(
+                    f'{name}: optimizer group {group.number} has {key} {_short(two)}, expected '
+                    f'{_short(one)} as in {first_name}; stages with different optimizer settings '
+                    f"can't share a rank; {WAY_OUT}"
+                )
+    return Group(first.optimizer, first.number, first.fields, not filled)
+
+
+def build(frame: RankOptimizer, slots: Sequence[Slot]) -> Any:
+    """A rank's ``optimizer`` entry.
+
+    Args:
+        frame: headers and form, as ``join_headers`` returns them
+        slots: optimizer state of every parameter of the rank, in model order, chunk after chunk
+    """
+    parts = [
+        _build_one(wrapper, groups, [slot for slot in slots if slot.optimizer == index])
+        for index, (wrapper, groups) in enumerate(zip(frame.wrappers, frame.groups, strict=True))
+    ]
+    return parts if frame.chained else parts[0]
+
+
+def _build_one(wrapper: dict[str, Any], groups: Sequence[Group], slots: Sequence[Slot]) -> Any:
+    state: dict[int, Any] = {}
+    param_groups, masters, param_id = [], [], 0
+    for group in groups:
+        members = [slot for slot in slots if slot.group == group.number]
+        ids = list(range(param_id, param_id + len(members)))
+        param_id += len(members)
+        state |= {
+            i: slot.state for i, slot in zip(ids, members, strict=True) if slot.state is not None
+        }
+        fields = dict(group.fields)
+        if not members:
+            fields.pop('step', None)  # as FusedAdam leaves a group that it never steps
+        param_groups.append({**fields, 'params': ids})
+        masters.append([slot.master for slot in members if slot.master is not None])
+    inner = {'state': state, 'param_groups': param_groups}
+    if wrapper['inner'] is None:
+        return inner
+    return {wrapper['inner']: inner, **wrapper['others'], wrapper['masters']: masters}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Equal values, tensors and containers of tensors included."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and torch.equal(one, other)
+        )
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + '…'
+
+
+def _unknown(where: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f'{where}: optimizer layout not known ({found}), expected that of FP32Optimizer or '
+        f'Float16OptimizerWithFloat16Params; {WAY_OUT}'
+    )

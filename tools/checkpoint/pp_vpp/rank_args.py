@@ -1,0 +1,130 @@
+"""The ``args`` of a new file: a copy in which every size that the new layout contradicts is set."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_REPLICATION = ('context_parallel_size', 'gtp_weight_remat_size')
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of one output, for one of its files.
+
+    Attributes:
+        tensor_size: tensor-parallel size of the file's stage
+        pipeline_size: pipeline ranks
+        virtual_size: chunks of each rank; None without
+        model_parallel_ranks: tensor ranks of all stages together
+        layers: layers of each chunk of the output in pipeline order
+        complete: the output holds the whole model, not one side of it
+    """
+
+    tensor_size: int
+    pipeline_size: int
+    virtual_size: int | None
+    model_parallel_ranks: int
+    layers: Sequence[int]
+    complete: bool
+
+
+def rewrite(args: Any, layout: Layout) -> Any:
+    """A copy of ``args`` that agrees with ``layout``.
+
+    Fields that ``args`` doesn't have are not added, but for the three parallel sizes. Where the
+    sizes already are those of the layout nothing changes, so that uneven stages keep their flags.
+
+    Args:
+        args: a namespace, or None
+    """
+    if args is None:
+        return None
+    new = copy.copy(args)
+    sizes = {
+        'tensor_model_parallel_size': layout.tensor_size,
+        'pipeline_model_parallel_size': layout.pipeline_size,
+        'virtual_pipeline_model_parallel_size': layout.virtual_size,
+    }
+    same = all(getattr(args, name, None) == size for name, size in sizes.items())
+    world_size = _world_size(args, layout)
+    for name, size in sizes.items():
+        setattr(new, name, size)
+    _set(new, 'transformer_pipeline_model_parallel_size', layout.pipeline_size)
+    if world_size is not None:
+        _set(new, 'world_size', world_size)
+        if getattr(args, 'inprocess_active_world_size', None) == getattr(args, 'world_size', None):
+            _set(new, 'inprocess_active_world_size', world_size)
+    if not same:
+        _set_stages(new, layout)
+    return new
+
+
+def _world_size(args: Any, layout: Layout) -> int | None:
+    """Ranks of the new layout, with as much data and context parallelism as before."""
+    old = getattr(args, 'world_size', None)
+    if not old:
+        return None
+    copies = getattr(args, 'data_parallel_size', None)
+    if copies:
+        for name in _REPLICATION:
+            copies *= getattr(args, name, None) or 1
+    else:
+        before = (getattr(args, 'tensor_model_parallel_size', None) or 1) * (
+            getattr(args, 'pipeline_model_parallel_size', None) or 1
+        )
+        copies = max(1, old // before)
+    return copies * layout.model_parallel_ranks
+
+
+def _set_stages(args: Any, layout: Layout) -> None:
+    """How layers are dealt out: evenly by the sizes alone, or by an explicit stage layout."""
+    for name in (
+        'num_layers_per_virtual_pipeline_stage',
+        'num_virtual_stages_per_pipeline_rank',
+        'pipeline_model_parallel_layout',
+        'decoder_first_pipeline_num_layers',
+        'decoder_last_pipeline_num_layers',
+    ):
+        _set(args, name, None)
+    for name in ('account_for_embedding_in_pipeline_split', 'account_for_loss_in_pipeline_split'):
+        _set(args, name, False)
+    even = len(set(layout.layers)) == 1
+    pattern = getattr(args, 'hybrid_layer_pattern', None)
+    if pattern:
+        if layout.complete:
+            args.hybrid_layer_pattern = split_pattern(pattern, layout.layers)
+    elif not even and layout.complete:
+        mtp = getattr(args, 'mtp_num_layers', None) or 0
+        _set(args, 'pipeline_model_parallel_layout', stage_string(layout.layers, mtp))
+    elif even and layout.virtual_size is not None:
+        _set(args, 'num_layers_per_virtual_pipeline_stage', layout.layers[0])
+
+
+def stage_string(layers: Sequence[int], mtp_layers: int = 0) -> str:
+    """``--pipeline-model-parallel-layout`` of chunks in pipeline order, such as ``Et|tt|tL``."""
+    stages = ['t' * count for count in layers]
+    stages[0] = 'E' + stages[0]
+    stages[-1] += 'm' * mtp_layers + 'L'
+    return '|'.join(stages)
+
+
+def split_pattern(pattern: str, layers: Sequence[int]) -> str:
+    """``--hybrid-layer-pattern`` with a ``|`` where a new chunk begins.
+
+    Patterns that don't spell out one character a layer are returned as they are.
+    """
+    main, *mtp = pattern.split('/')
+    symbols = main.replace('|', '')
+    if len(symbols) != sum(layers):
+        return pattern
+    parts, at = [], 0
+    for count in layers:
+        parts.append(symbols[at : at + count])
+        at += count
+    return '/'.join(['|'.join(parts), *mtp])
+
+
+def _set(args: Any, name: str, value: Any) -> None:
+    if hasattr(args, name):
+        setattr(args, name, value)

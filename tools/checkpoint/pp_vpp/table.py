@@ -1,0 +1,78 @@
+"""The mapping table of a plan, as ``--dry-run`` prints it."""
+
+from collections.abc import Sequence
+
+from .convert import Prepared
+from .layout import ChunkId, Move
+
+
+def mapping_table(prepared: Prepared) -> str:
+    """One line for each run of layers: old (TP, PP, chunk), global layers, new (TP, PP, chunk).
+
+    TP ranks keep their numbers, so one line stands for all of them.
+    """
+    tp: dict[tuple[str, int], list[int]] = {}
+    for job in prepared.jobs:
+        tp.setdefault((job.side, job.rank.pp or 0), []).append(job.rank.tp)
+    rows = [('old (TP, PP, chunk)', 'layers', 'new (TP, PP, chunk)', 'with')]
+    for move in prepared.plan.moves:
+        ranks = _range(tp[move.target.side, move.target.rank])
+        new, layer = _chunk(ranks, move.target), move.first_layer
+        if not move.pieces:
+            rows.append(('-', '-', new, '(empty)' if move.empty else _extras(move)))
+        for index, piece in enumerate(move.pieces):
+            count = piece.last - piece.first
+            rows.append(
+                (
+                    _chunk(ranks, piece.source),
+                    _layers(layer, count),
+                    new,
+                    _extras(move, index == 0, index == len(move.pieces) - 1),
+                )
+            )
+            layer += count
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    rows.insert(1, ('-' * widths[0], '-' * widths[1], '-' * widths[2], '----'))
+    return '\n'.join(
+        f'{old:{widths[0]}}  {layers:{widths[1]}}  {new:{widths[2]}}  {extras}'.rstrip()
+        for old, layers, new, extras in rows
+    )
+
+
+def outputs_summary(prepared: Prepared) -> list[str]:
+    """One line an output: directory, number of files, sizes."""
+    lines = []
+    for side, target in prepared.targets.items():
+        files = [job for job in prepared.jobs if job.side == side]
+        layout = files[0].layout
+        virtual = '' if layout.virtual_size is None else f', VPP {layout.virtual_size}'
+        lines.append(
+            f'{target}: {len(files)} rank files, TP {layout.tensor_size}, '
+            f'PP {layout.pipeline_size}{virtual}'
+        )
+    return lines
+
+
+def _chunk(tp: str, chunk: ChunkId) -> str:
+    side = f'{chunk.side} ' if chunk.side else ''
+    return f'{side}({tp}, {chunk.rank}, {"-" if chunk.chunk is None else chunk.chunk})'
+
+
+def _layers(first: int, count: int) -> str:
+    if count == 0:
+        return '-'
+    return str(first) if count == 1 else f'{first}-{first + count - 1}'
+
+
+def _range(ranks: Sequence[int]) -> str:
+    first, last = min(ranks), max(ranks)
+    return str(first) if first == last else f'{first}-{last}'
+
+
+def _extras(move: Move, at_start: bool = True, at_end: bool = True) -> str:
+    extras = []
+    if move.is_first and at_start:
+        extras.append('embedding')
+    if move.is_last and at_end:
+        extras.append('final norm, head')
+    return ', '.join(extras)

@@ -1,0 +1,115 @@
+"""Merge the model tensors of several ``torch_dist`` checkpoints as a weighted sum.
+
+From a shell::
+
+    python tools/checkpoint/weighted_merge.py --merge-inputs A:0.5 B:0.5 --merge-output OUT
+    torchrun --nproc-per-node 8 tools/checkpoint/weighted_merge.py --merge-inputs ROOT \
+        --start-checkpoint 8000 --end-checkpoint 10000 --merge-style minus-sqrt --merge-output OUT
+
+From Python: ``merge_same_layout_dcp_metadata_checkpoints`` and ``checkpoint_coefficients``.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    __package__ = 'tools.checkpoint'
+
+from .merge.schedules import checkpoint_coefficients  # noqa: E402
+
+if TYPE_CHECKING:
+    from .merge.report import MergeResult
+
+__all__ = ['checkpoint_coefficients', 'main', 'merge_same_layout_dcp_metadata_checkpoints']
+
+
+def merge_same_layout_dcp_metadata_checkpoints(
+    input_dirs: Sequence[str | Path],
+    weights: Sequence[float],
+    output_dir: str | Path,
+    output_iteration: int | None = None,
+    save_dtype: str = 'same',
+    merge_style: str | None = None,
+    balance_rank_work: bool = False,
+    *,
+    normalize: bool = False,
+    keep_fp32: Sequence[str] = (),
+    extra_state_source_index: int | None = None,
+    common_state_checkpoint: str | Path | None = None,
+    byte_accounting: str = 'rank0',
+    model_only: bool = False,
+    allow_reshard: bool = False,
+    allow_nonfinite: bool = False,
+    trust_checkpoints: bool = False,
+    verify: bool = False,
+    save_integrity: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+) -> 'MergeResult':
+    """Merge checkpoints into a new one.
+
+    Collective over the existing process group, or the one that RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT describe (gloo; left as it was found), or just this process.
+
+    Args:
+        input_dirs: checkpoint directories, or roots with a tracker, in the order of accumulation
+        weights: one for each, rounded to fp32 and used as they are
+        output_dir: where to write; with ``output_iteration`` the root of its ``iter_XXXXXXX``
+        output_iteration: iteration of the output; also written to the tracker
+        save_dtype: ``same``, ``float32``, ``float16`` or ``bfloat16``
+        merge_style: name of the weights' schedule, for the provenance only
+        balance_rank_work: share out chunks over ranks by size
+        threads: writer threads of each rank; default: torch's number of threads, at most 4
+
+        The others are the command line's flags of the same names.
+
+    Returns:
+        what was done, the same on every rank
+
+    Raises:
+        CheckpointError: (a ``ValueError``) anything wrong with the inputs, the files or the other
+            ranks; nothing is published then
+    """
+    from .merge.inputs import explicit_inputs
+    from .merge.prepare import Request
+    from .merge.run import run_merge
+
+    return run_merge(
+        Request(
+            inputs=lambda: explicit_inputs(
+                input_dirs, weights, style=merge_style, normalize=normalize
+            ),
+            output_dir=Path(output_dir),
+            output_iteration=output_iteration,
+            save_dtype=save_dtype,
+            keep_fp32=keep_fp32,
+            balance_rank_work=balance_rank_work,
+            extra_state_source_index=extra_state_source_index,
+            common_state_checkpoint=(
+                None if common_state_checkpoint is None else Path(common_state_checkpoint)
+            ),
+            byte_accounting=byte_accounting,
+            model_only=model_only,
+            allow_reshard=allow_reshard,
+            allow_nonfinite=allow_nonfinite,
+            trust_checkpoints=trust_checkpoints,
+            verify=verify,
+            save_integrity=save_integrity,
+            dry_run=dry_run,
+            threads=threads,
+        )
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 0, 1 on an error, 2 on wrong usage, 128 + n on signal n."""
+    from .merge.cli import run
+
+    return run(argv)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
