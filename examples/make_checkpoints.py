@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     directory = options.directory
     if directory.exists() and any(directory.iterdir()):
         parser.error(f'{directory} is not empty: give a new directory')
-    if min(options.iterations, options.save_interval) < 1:
-        parser.error('--iterations and --save-interval must be at least 1')
+    if options.iterations < 3 or options.save_interval < 1:
+        parser.error('--iterations must be at least 3 (two warm up), --save-interval at least 1')
     if options.virtual_size > 1 and options.pipeline_size < 2:
         parser.error('--virtual-size needs a --pipeline-size of at least 2')
     started = time.monotonic()

@@ -36,6 +36,17 @@ upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
+_WEIGHTLESS = (
+    'position_embedding_type',
+    'rotary_base',
+    'rotary_percent',
+    'normalization',
+    'norm_epsilon',
+    'swiglu',
+    'squared_relu',
+    'openai_gelu',
+    'num_query_groups',
+)
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
 
@@ -182,6 +193,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     if load.load_optim and not load.release and load.content_metadata is not None:
         _refuse_optimizer_formats(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
+    _warn_of_other_functions(args, ckpt_args)
     return load.layer_maps, load.load_optim
 
 
@@ -196,6 +208,19 @@ def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
             f'> WARNING: {len(layer_maps.fresh_init)} hybrid layer(s) have no source in the GPT '
             f'checkpoint and start from their fresh initialisation.'
         )
+
+
+def _warn_of_other_functions(args, ckpt_args) -> None:
+    # These have no weights: a difference changes what the same weights compute.
+    for name in _WEIGHTLESS:
+        if not hasattr(args, name) or not hasattr(ckpt_args, name):
+            continue
+        own, saved = getattr(args, name), getattr(ckpt_args, name)
+        if own != saved:
+            print_rank_0(
+                f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the GPT run: the '
+                f'same weights will compute something else.'
+            )
 
 
 def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:

@@ -9,7 +9,7 @@ import re
 
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
-    read_checkpoint_layout,
+    layout_from_metadata,
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
@@ -18,6 +18,12 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
 )
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
+
+try:
+    from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
+except ModuleNotFoundError:
+    # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.safe_load import load_dcp_metadata
 
 _TRACKER = 'latest_checkpointed_iteration.txt'
 
@@ -40,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         directory = checkpoint_directory(options.checkpoint)
-        layout = read_checkpoint_layout(directory)
+        # Later readers unpickle this file freely; none of its classes may be a stranger.
+        layout = layout_from_metadata(load_dcp_metadata(directory))
         if layout.family != 'gpt':
             raise CheckpointingException(
                 f'{directory}: its keys are of a {layout.family} model'
@@ -69,6 +76,8 @@ def checkpoint_directory(path: str) -> str:
                 f'{tracker}: holds {latest!r}, expected an iteration or "release".'
             )
         path = os.path.join(path, latest if latest == 'release' else f'iter_{int(latest):07d}')
+    if not os.path.isdir(path):
+        raise CheckpointingException(f'{path or "(empty path)"}: no such directory.')
     if not os.path.isfile(os.path.join(path, '.metadata')):
         raise CheckpointingException(
             f'{path}: no .metadata there, so it is no distributed checkpoint or was not finished; '
@@ -79,8 +88,8 @@ def checkpoint_directory(path: str) -> str:
 
 def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLayerMaps):
     """Lines of the report."""
-    stored = 'its index in the key' if layout.indexed else 'an axis'
-    yield f'{directory}: GPT, {layout.num_layers} layers, stored with {stored}'
+    stored = 'one by one' if layout.indexed else 'stacked along an axis'
+    yield f'{directory}: GPT, {layout.num_layers} layers, stored {stored}'
     sources = {
         **{
             hybrid: f'attention of GPT layer {gpt}'

@@ -1,6 +1,7 @@
 """Layer maps and retargeting, entry by entry, and on checkpoints of real models."""
 
 import io
+import pickle
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -288,7 +289,7 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     for path, pattern, reason in [
         (tmp_path, '*-', '2 layers'),
         (tmp_path, '*E*E', 'dense'),
-        (tmp_path / 'nowhere', '*-*-', 'no .metadata'),
+        (tmp_path / 'nowhere', '*-*-', 'no such directory'),
     ]:
         assert main([str(path), pattern]) == 1
         out = capsys.readouterr().out
@@ -296,3 +297,17 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('two')
     assert main([str(tmp_path), '*-*-']) == 1
     assert "holds 'two'" in capsys.readouterr().out
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ('RAN',)
+
+
+def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
+    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+
+    (tmp_path / '.metadata').write_bytes(pickle.dumps(Hostile()))
+    assert main([str(tmp_path), '*-*-']) == 1
+    out = capsys.readouterr().out
+    assert 'RAN' not in out and 'builtins.print' in out and out.count('\n') == 1

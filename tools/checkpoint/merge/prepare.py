@@ -98,7 +98,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
     target = output_target(Path(request.output_dir).absolute(), iteration)
     refuse_existing(target)
     for directory in inputs.directories:
-        if target.is_relative_to(directory.resolve()):
+        if target.resolve().is_relative_to(directory.resolve()):
             raise CheckpointError(f'{target}: lies inside the input {directory}')
     if request.byte_accounting not in BYTE_ACCOUNTING:
         raise CheckpointError(

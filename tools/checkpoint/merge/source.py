@@ -24,6 +24,7 @@ COMMON_FILE = 'common.pt'
 COMMON_KEY = 'common_state/shard_0_1'
 
 _MODEL = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
+_AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 _TRAINING_STATE = re.compile(
     r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
@@ -181,9 +182,10 @@ def _tensor_entry(
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     if _EXTRA_STATE.fullmatch(key):
         raise CheckpointError(f'{directory}: {key}: stored as a tensor, expected bytes')
-    if not dtype.is_floating_point:
+    if dtype not in _AVERAGED_DTYPES:
         raise CheckpointError(
-            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point"
+            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point "
+            f'of 16 bits or more'
         )
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:

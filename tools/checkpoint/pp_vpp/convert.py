@@ -248,6 +248,12 @@ def _refuse_same_roots(request: Request) -> None:
     for source in request.sources.values():
         if source.resolve() in outputs.values():
             raise CheckpointError(f'{source}: both source and output; name another output')
+        for output in outputs.values():
+            if not output.is_relative_to(source.resolve()):
+                continue
+            within = output.relative_to(source.resolve()).parts[0]
+            if within == RELEASE or parse_iteration_dirname(within) is not None:
+                raise CheckpointError(f'{output}: lies inside the source {source}; name another')
 
 
 def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:

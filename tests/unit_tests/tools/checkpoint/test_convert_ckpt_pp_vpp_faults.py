@@ -338,6 +338,11 @@ ONE_STAGE = {
         MERGE.replace('OUT', 'LINK'),
         'both source and output',
     ),
+    'output inside the source': (
+        None,
+        MERGE.replace('OUT', f'SRC/{ITERATION}'),
+        'lies inside the source',
+    ),
     'one output for both sides': (
         None,
         f'{SIDES} --merge-stages 0,3 --merge-cloud-stages 1,2'.replace('OUT2', 'OUT'),

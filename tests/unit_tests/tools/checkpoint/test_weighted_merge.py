@@ -527,6 +527,9 @@ def test_output_directory_names(run, tmp_path):
         merge(pair, weights, tmp_path / 'c/iter_0000007', 8)
     with pytest.raises(CheckpointError, match='exists'):
         merge(pair, weights, tmp_path / 'a', 7)
+    (tmp_path / 'link').symlink_to(pair[0])
+    with pytest.raises(CheckpointError, match='inside the input'):
+        merge(pair, weights, tmp_path / 'link' / 'below')
     with pytest.raises(CheckpointError, match='inside the input'):
         merge(pair, weights, paths[0] / 'out')
     assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b']

@@ -85,9 +85,11 @@ def test_dtype(good, tmp_path):
     refused(good, bad, tmp_path, QKV, 'float16', 'bfloat16')
 
 
-def test_nonfloating_tensor(good, tmp_path):
-    bad = variant(tmp_path, lambda m: m.update({'decoder.count': torch.arange(4)}))
-    refused(good, bad, tmp_path, 'decoder.count', 'int64', 'expected floating point')
+@pytest.mark.parametrize('dtype', [torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_that_can_not_be_averaged(good, tmp_path, dtype):
+    bad = variant(tmp_path, lambda m: m.update({'decoder.count': torch.arange(4).to(dtype)}))
+    name = str(dtype).removeprefix('torch.')
+    refused(good, bad, tmp_path, 'decoder.count', name, 'expected floating point')
 
 
 def test_extra_state_that_is_a_tensor(good, tmp_path):
