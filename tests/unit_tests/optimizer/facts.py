@@ -31,7 +31,11 @@ prepare(simulate_devices=True)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 
-from tests.cpu_megatron.recorder import model_state, optimizer_state  # noqa: E402
+from tests.cpu_megatron.recorder import (  # noqa: E402
+    model_state,
+    optimizer_shards,
+    optimizer_state,
+)
 from tests.cpu_megatron.session import (  # noqa: E402
     Training,
     distributed_optimizer,
@@ -160,7 +164,7 @@ def leaked_step_on_two_ranks(path):
 
 @fact(3, 'each parameter counts its own steps', when=not FUSED)
 def step_is_not_shared(path):
-    for sharding_type in FORMATS:
+    for sharding_type in reversed(FORMATS):
         with model_parallel():
             first = start()
             first.train(3)
@@ -174,7 +178,7 @@ def step_is_not_shared(path):
 
 @fact(4, 'FusedAdam counts on after the load', when=FUSED)
 def step_is_not_pinned(path):
-    for sharding_type in FORMATS:
+    for sharding_type in reversed(FORMATS):
         with model_parallel():
             first = start(**offload(0.5))
             first.train(3)
@@ -188,7 +192,7 @@ def step_is_not_pinned(path):
 
 @fact(4, 'FusedAdam counts on with nothing offloaded, too', when=FUSED)
 def step_is_saved_without_host_part(path):
-    for sharding_type in FORMATS:
+    for sharding_type in reversed(FORMATS):
         resumed(path / sharding_type, sharding_type, **offload(0.0))
 
 
@@ -207,8 +211,26 @@ def clone_request(state: dict) -> dict:
 def masters_are_not_stale(path):
     for fraction in (1.0, 0.5):
         for sharding_type in reversed(FORMATS):
-            name = f'{sharding_type}{fraction}'
-            resumed(path / name, sharding_type, prepare=clone_request, **offload(fraction))
+            name = path / f'{sharding_type}{fraction}'
+            with model_parallel():
+                first = start(**offload(fraction))
+                first.train(3)
+                first.save(name, sharding_type)
+                saved = inner_parameters(first.optimizer)
+            with model_parallel(seed=4321):
+                second = start_warm(**offload(fraction))
+                second.load(name, clone_request)
+                equal(saved, inner_parameters(second.optimizer))
+            resumed(path / f'{name} again', sharding_type, prepare=clone_request, **offload(0.5))
+
+
+def inner_parameters(optimizer) -> dict:
+    """What the sub-optimizers of hybrid device optimizers step."""
+    return {
+        name: value
+        for name, (_, value) in optimizer_shards(optimizer).items()
+        if name.endswith('.inner')
+    }
 
 
 @fact(6, 'an optimizer that has not stepped can be loaded into')
