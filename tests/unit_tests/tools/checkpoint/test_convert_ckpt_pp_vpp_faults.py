@@ -340,7 +340,7 @@ ONE_STAGE = {
     ),
     'output inside the source': (
         None,
-        MERGE.replace('OUT', f'SRC/{ITERATION}'),
+        MERGE.replace('OUT', f'SRC/{ITERATION}/new'),
         'lies inside the source',
     ),
     'one output for both sides': (

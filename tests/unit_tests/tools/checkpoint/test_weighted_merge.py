@@ -532,7 +532,7 @@ def test_output_directory_names(run, tmp_path):
         merge(pair, weights, tmp_path / 'link' / 'below')
     with pytest.raises(CheckpointError, match='inside the input'):
         merge(pair, weights, paths[0] / 'out')
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b']
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'link']
 
 
 def test_common_state_forms_mix_and_the_iteration_decides(run, tmp_path):
