@@ -462,7 +462,7 @@ def refused(command, root, capsys, pattern):
     """Run a command that must fail, with one line and without a trace in the file system."""
     before = tree(root)
     for word in ('SRC', 'OUT2', 'OUT', 'EDGE', 'CLOUD', 'LINK'):
-        command = re.sub(rf'(?<= ){word}(?= |$)', str(root / word), command)
+        command = re.sub(rf'(?<= ){word}(?=[ /]|$)', str(root / word), command)
     assert main(command.split()) == 1
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if not line.startswith('note:')]
