@@ -129,13 +129,15 @@ def best(action: Callable[[], float], runs: int) -> float:
     return min(action() for _ in range(runs))
 
 
-def copy_seconds(root: Path, paths: list[Path]) -> float:
-    """``cat`` of all inputs to /dev/null, and ``cp`` of one."""
+def copy_seconds(root: Path, paths: list[Path], flush: bool = False) -> float:
+    """``cat`` of all inputs to /dev/null, and ``cp`` of one, flushed to the disk or not."""
     files = [str(file) for path in paths for file in sorted(path.iterdir())]
     started = time.perf_counter()
     with open(os.devnull, 'wb') as sink:
         subprocess.run(['cat', *files], stdout=sink, check=True)
     subprocess.run(['cp', '-r', str(paths[0]), str(root / 'copy')], check=True)
+    if flush:
+        subprocess.run(['sync', *map(str, (root / 'copy').iterdir())], check=True)
     elapsed = time.perf_counter() - started
     shutil.rmtree(root / 'copy')
     return elapsed
@@ -244,12 +246,12 @@ def disk(parent: Path, runs: int, rows: list[str]) -> None:
         read, merged = [], []
         for _ in range(runs):
             cold()
-            read.append(copy_seconds(root, paths))
+            read.append(copy_seconds(root, paths, flush=True))
             cold()
             merged.append(merge_seconds(paths, root / 'out'))
         rows.append(
             f'| 4 × 0.4 GB from a cold disk | {min(merged):.2f} s | '
-            f'cold cat + cp {min(read):.2f} s | {min(merged) / min(read):.2f} × |'
+            f'cold cat + cp + sync {min(read):.2f} s | {min(merged) / min(read):.2f} × |'
         )
 
 

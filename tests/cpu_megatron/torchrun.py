@@ -1,6 +1,8 @@
 """Start a module in processes of its own, as ``torchrun`` does."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,10 +15,15 @@ TAIL = 6000
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
+    """A TCP port nobody listens on right now.
+
+    Below the ports that the system deals out by itself, so that no connection takes it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(('127.0.0.1', port))
+            return port
 
 
 def torchrun(
