@@ -221,7 +221,6 @@ def masters_are_not_stale(path):
                 second = start_warm(**offload(fraction))
                 second.load(name, clone_request)
                 equal(saved, inner_parameters(second.optimizer))
-            resumed(path / f'{name} again', sharding_type, prepare=clone_request, **offload(0.5))
 
 
 def inner_parameters(optimizer) -> dict:

@@ -3,7 +3,8 @@
     torchrun … -m tests.unit_tests.optimizer.resume_runs TASKS
 
 TASKS is a JSON list of ``{"name", "kind", "arguments", "result"}``. Each run's record goes to
-``<result>.<rank>``, an error to the same file as text.
+``<result>.<rank>``, an error to the same file as text. ``"--load"`` in the arguments loads the
+checkpoint of the third iteration.
 """
 
 import dataclasses
@@ -22,12 +23,20 @@ def main() -> None:
     """Do the tasks in order; a task that fails doesn't keep the next ones from running."""
     prepare(simulate_devices=True)
     for task in json.loads(Path(sys.argv[1]).read_text()):
+        if '--load' in task['arguments']:
+            load = task['arguments'].index('--load') + 1
+            write_tracker(Path(task['arguments'][load]), 3)
         try:
             result = dataclasses.asdict(run(task['kind'], task['arguments']))
         except (Exception, SystemExit):
             result = traceback.format_exc(limit=-4)
         torch.save(result, f'{task["result"]}.{os.environ["RANK"]}')
         torch.distributed.barrier()
+
+
+def write_tracker(checkpoints: Path, iteration: int) -> None:
+    """Make ``iteration`` the one that is loaded."""
+    (checkpoints / 'latest_checkpointed_iteration.txt').write_text(str(iteration))
 
 
 if __name__ == '__main__':

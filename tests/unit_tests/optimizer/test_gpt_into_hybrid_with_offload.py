@@ -23,7 +23,7 @@ WEIGHTS = ['--no-load-optim', '--no-load-rng']
 @pytest.fixture(scope='module', params=['torch_adam', 'fused_adam'])
 def records(request, tmp_path_factory):
     work = tmp_path_factory.mktemp('hybrid')
-    load = ['--load', str(work / 'gpt'), '--ckpt-step', '3']
+    load = ['--load', str(work / 'gpt')]
     runs = {
         'gpt': ['gpt', *ALL, '--save', str(work / 'gpt'), '--save-interval', '3'],
         'attention': ['hybrid', *ALL, *load, '--hybrid-layer-pattern', '*-*-'],

@@ -8,12 +8,14 @@ import torch
 
 from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.torchrun import torchrun
+from tests.unit_tests.optimizer.resume_runs import write_tracker
 
 ADAMS = ('torch_adam', 'fused_adam')
 FORMATS = {
     'dp_reshardable': [],
     'fully_reshardable': ['--dist-ckpt-optim-fully-reshardable'],
 }
+LEGACY = {'legacy': ['--ckpt-format', 'torch']}
 PLAIN = ['--bf16', '--use-distributed-optimizer']
 BUCKETS = ['--overlap-grad-reduce', '--ddp-bucket-size', '4000']
 MOE = ['--num-experts', '4']
@@ -41,15 +43,18 @@ CASES = [
     for nproc in (1, 2)
     for sharding_type in FORMATS
     for name in OPTIONS
-    # each option with both formats on one or the other number of ranks
-    if nproc == 1 or name in ('plain', 'offload 0.5') or sharding_type == 'dp_reshardable'
+    # on two ranks, most of them in one format
+    if nproc == 1
+    or name in ('plain', 'offload 0.5')
+    or (sharding_type == 'dp_reshardable' and 'offload' in name)
 ]
 RESHARDED = ('plain', 'offload 0.5')
+CASES += [(nproc, 'legacy', name) for nproc in (1, 2) for name in RESHARDED]
 
 
 def arguments(nproc: int, sharding_type: str, name: str) -> list[str]:
     experts = ['--expert-model-parallel-size', str(nproc)] if 'moe' in name else []
-    return OPTIONS[name] + FORMATS[sharding_type] + experts
+    return OPTIONS[name] + (FORMATS | LEGACY)[sharding_type] + experts
 
 
 class Runs:
@@ -98,7 +103,7 @@ class Runs:
         return {
             'name': kind,
             'kind': 'gpt',
-            'arguments': [*arguments(*case), '--load', str(checkpoints), '--ckpt-step', '3'],
+            'arguments': [*arguments(*case), '--load', str(checkpoints)],
             'result': str(self.path(kind, *case)),
         }
 
@@ -186,10 +191,11 @@ def test_in_a_fresh_process(tmp_path):
     pretrain = 'tests.cpu_megatron.pretrain'
     given = ['gpt', '--cpu-optimizer', 'fused_adam', *arguments(1, 'dp_reshardable', 'offload 0.5')]
     save = ['--save', str(tmp_path / 'ckpt'), '--save-interval', '3']
-    load = ['--load', str(tmp_path / 'ckpt'), '--ckpt-step', '3']
+    load = ['--load', str(tmp_path / 'ckpt')]
     for name, more in (('whole', save), ('rest', load)):
         out = ['--cpu-log', str(tmp_path / name), '--cpu-dump', str(tmp_path / f'dump-{name}')]
         torchrun(1, pretrain, *given, *more, *out)
+        write_tracker(tmp_path / 'ckpt', 3)
     assert read_log(tmp_path / 'rest') == read_log(tmp_path / 'whole')[3:]
     whole, rest = (torch.load(tmp_path / f'dump-{name}.0') for name in ('whole', 'rest'))
     equal(whole['optimizer'], rest['optimizer'])
