@@ -47,7 +47,7 @@ def model_parallel(
 ) -> Iterator[None]:
     """Process group (from torchrun's environment, else one process) and megatron's groups.
 
-    The process group outlives the block, megatron's groups don't.
+    With several ranks the process group outlives the block, megatron's groups don't.
     """
     if not torch.distributed.is_initialized():
         os.environ.setdefault('RANK', '0')
@@ -72,6 +72,10 @@ def model_parallel(
             del os.environ[name]
         parallel_state.destroy_model_parallel()
         unset_num_microbatches_calculator()
+        if torch.distributed.get_world_size() == 1:
+            # every group of gloo has a thread, which would go on polling
+            torch.distributed.destroy_process_group()
+            os.environ.pop('MASTER_PORT', None)
 
 
 def seed_everything(seed: int) -> None:
