@@ -2,19 +2,18 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.errors import CheckpointError
-from .common.progress import format_bytes, format_seconds
-from .common.publish import Interrupted
-from .pp_vpp import commands
-from .pp_vpp.commands import Request
-from .pp_vpp.convert import Options, execute, prepare
-from .pp_vpp.table import mapping_table, outputs_summary
+if TYPE_CHECKING:
+    from .pp_vpp.commands import Request
+
+# torch and megatron-core take seconds to import: arguments that can't work are told before that.
 
 _DESCRIPTION = """\
 Convert legacy Megatron checkpoints (--ckpt-format torch) between pipeline stages (key `model`) and
@@ -27,6 +26,10 @@ virtual pipeline chunks (keys `model0`, `model1`, ...). Optimizer state goes alo
 Nothing is written before every input has been checked, an existing output is never replaced, and
 all outputs appear together or not at all.
 """
+
+
+class Misuse(ValueError):
+    """Arguments that don't go together, or a source that isn't there."""
 
 
 def _integers(text: str) -> list[int]:
@@ -179,14 +182,17 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     )
 
 
-def request(args: argparse.Namespace) -> Request:
+def request(args: argparse.Namespace) -> 'Request':
     """What the arguments ask for.
 
     Raises:
-        CheckpointError: arguments that don't go together, or one that is missing
+        Misuse: arguments that don't go together, or one that is missing
     """
     if args.command == 'reshape':
         _need(args, 'load_dir', 'save_dir')
+        _need_sources(args)
+        from .pp_vpp import commands
+
         return commands.reshape(
             args.pipeline_size,
             args.virtual_size,
@@ -197,7 +203,7 @@ def request(args: argparse.Namespace) -> Request:
     return _merge(args) if args.command == 'merge' else _split(args)
 
 
-def _merge(args: argparse.Namespace) -> Request:
+def _merge(args: argparse.Namespace) -> 'Request':
     if args.pipeline_size is not None:
         _refuse(
             args,
@@ -211,38 +217,50 @@ def _merge(args: argparse.Namespace) -> Request:
             'save_dir_cloud',
         )
         _need(args, 'load_dir', 'save_dir')
+        _need_sources(args)
+        from .pp_vpp import commands
+
         return commands.merge_plain(args.pipeline_size, args.load_dir, args.save_dir)
     _refuse(args, '--merge-stages', 'save_dir')
     _need(args, 'merge_stages', 'save_dir_edge', 'save_dir_cloud')
     if args.merge_cloud_stages is not None:
         _refuse(args, '--merge-cloud-stages', 'middle_stages')
     elif args.middle_stages is None:
-        raise CheckpointError('--merge-stages: needs --merge-cloud-stages or --middle-stages too')
+        raise Misuse('--merge-stages: needs --merge-cloud-stages or --middle-stages too')
+    sources = _sides(args)
+    from .pp_vpp import commands
+
     return commands.merge_sides(
         args.merge_stages,
         args.merge_cloud_stages or [],
         args.middle_stages or [],
-        _sides(args),
+        sources,
         {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
     )
 
 
-def _split(args: argparse.Namespace) -> Request:
+def _split(args: argparse.Namespace) -> 'Request':
     _need(args, 'save_dir')
     sides = ('split_rank', 'split_cloud_rank', 'num_cloud_vpp_chunks', 'middle_ranks')
     if all(getattr(args, name) is None for name in sides) and args.load_dir is not None:
         _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
+        _need_sources(args)
+        from .pp_vpp import commands
+
         return commands.split_plain(args.load_dir, args.save_dir)
     if args.middle_ranks is not None:
         _refuse(args, '--middle-ranks', 'split_cloud_rank', 'num_cloud_vpp_chunks')
     elif args.num_cloud_vpp_chunks is None:
-        raise CheckpointError('split: needs --num-cloud-vpp-chunks or --middle-ranks')
+        raise Misuse('split: needs --num-cloud-vpp-chunks or --middle-ranks')
+    sources = _sides(args)
+    from .pp_vpp import commands
+
     return commands.split_sides(
         args.split_rank or 0,
         args.split_cloud_rank or 0,
         args.num_cloud_vpp_chunks or 0,
         args.middle_ranks or [],
-        _sides(args),
+        sources,
         args.save_dir,
     )
 
@@ -250,21 +268,30 @@ def _split(args: argparse.Namespace) -> Request:
 def _sides(args: argparse.Namespace) -> dict[str, Path]:
     if args.load_dir is not None:
         _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
+        _need_sources(args)
         return {'edge': args.load_dir, 'cloud': args.load_dir}
     _need(args, 'load_dir_edge', 'load_dir_cloud')
+    _need_sources(args)
     return {'edge': args.load_dir_edge, 'cloud': args.load_dir_cloud}
 
 
 def _need(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) is None:
-            raise CheckpointError(f'{args.command}: needs --{name.replace("_", "-")}')
+            raise Misuse(f'{args.command}: needs --{name.replace("_", "-")}')
 
 
 def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
     for name in names:
         if getattr(args, name) is not None:
-            raise CheckpointError(f'{flag} and --{name.replace("_", "-")} exclude each other')
+            raise Misuse(f'{flag} and --{name.replace("_", "-")} exclude each other')
+
+
+def _need_sources(args: argparse.Namespace) -> None:
+    for name in ('load_dir', 'load_dir_edge', 'load_dir_cloud'):
+        root = getattr(args, name, None)
+        if root is not None and not root.is_dir():
+            raise Misuse(f'{root}: no such directory')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -276,13 +303,28 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0, 1 after an error, 128 plus the number of a signal that stopped it
     """
-    import time
-
     args = parser().parse_args(argv)
-    options = Options(args.iteration, args.drop_optimizer, args.trust_checkpoints, args.workers)
+    try:
+        asked = request(args)
+    except Misuse as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 1
+    return _run(asked, args)
+
+
+def _run(asked: 'Request', args: argparse.Namespace) -> int:
+    from .common.errors import CheckpointError
+    from .common.progress import format_bytes, format_seconds
+    from .common.publish import Interrupted
+    from .pp_vpp.convert import Options, execute, prepare
+    from .pp_vpp.table import mapping_table, outputs_summary
+
+    options = Options(
+        args.iteration, args.drop_optimizer, args.trust_checkpoints, args.workers, args.dry_run
+    )
     start = time.perf_counter()
     try:
-        prepared = prepare(request(args), options)
+        prepared = prepare(asked, options)
         for note in prepared.notes:
             print(f'note: {note}', file=sys.stderr)
         if args.dry_run:

@@ -73,10 +73,21 @@ def peak_memory() -> int:
 
     From ``VmHWM`` where there is one: ``ru_maxrss`` starts with that of the parent process.
     """
+    found = _process_status('VmHWM')
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if found is None else found
+
+
+def resident_memory() -> int:
+    """Resident size of this process in bytes; its peak where the system doesn't tell."""
+    found = _process_status('VmRSS')
+    return peak_memory() if found is None else found
+
+
+def _process_status(name: str) -> int | None:
     try:
         for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith('VmHWM:'):
+            if line.startswith(f'{name}:'):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None

@@ -13,7 +13,12 @@ The protocol, each step durable before the next:
 5. ``tracked``    each tracker is replaced by its temporary file.
 
 An error or signal before the commit removes what was staged and renamed. What a killed run leaves
-is hidden, has a name of its own, and is removed by the next run that publishes the same target.
+is hidden, has a name of its own, and is removed by the next run that publishes the same target; a
+run killed between 4 and 5 has left its trackers' temporary files, and the next run puts them in
+place. Who reads by the trackers sees the old state or the new one at every moment.
+
+The lock is what tells a killed run from a running one. A child that a run forks has the lock too,
+and until it executes something else may outlive the run: nothing starts one while it publishes.
 """
 
 import errno
@@ -26,7 +31,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -77,10 +83,10 @@ class Publication:
     """
 
     def __init__(
-        self, targets: Sequence[str | Path], trackers: Mapping[str | Path, str] | None = None
+        self, targets: Sequence[str | Path], trackers: Mapping[Path, str] | None = None
     ) -> None:
         self.targets = [Path(target).absolute() for target in targets]
-        self.trackers = {Path(root).absolute(): text for root, text in (trackers or {}).items()}
+        self.trackers = {root.absolute(): text for root, text in (trackers or {}).items()}
         self.staging: dict[Path, Path] = {}
         self.committed = False
         self._token = f'{os.getpid()}-{uuid.uuid4().hex[:8]}'
@@ -95,9 +101,9 @@ class Publication:
         return self.staging[Path(target).absolute()]
 
     def __enter__(self) -> Self:
-        recover(self.targets)
+        finished = recover(self.targets, self.trackers)
         for target in self.targets:
-            refuse_existing(target)
+            refuse_existing(target, finished)
         self._signals.install()
         try:
             for target in self.targets:
@@ -116,9 +122,8 @@ class Publication:
                 self._made_parents.append(parent)
             remove_leftovers(target)
             staging = _staging_path(target, self._token)
-            staging.mkdir()  # mode and group follow the umask and the parent
             self.staging[target] = staging
-            self._locks.append(_lock(staging))
+            self._locks.append(_make_locked(staging, Path.mkdir))
             if len(self.targets) > 1:
                 (staging / UNPUBLISHED).touch()
         except OSError as error:
@@ -155,17 +160,16 @@ class Publication:
                 f"{error.filename2 or error.filename or self.targets[0]}: can't be published: "
                 f'{error.strerror or error}'
             ) from error
-        for root, temporary in self._new_trackers.items():
-            step('tracker staged')
+        for number, (root, temporary) in enumerate(self._new_trackers.items(), start=1):
             _replace_tracker(root, temporary, self.trackers[root])
-        step('tracked')
+            step(f'tracked {number}')
 
     def _stage_tracker(self, root: Path, text: str) -> None:
         remove_leftovers(root / TRACKER_NAME)
         temporary = _staging_path(root / TRACKER_NAME, self._token)
-        with open(temporary, 'x') as file:  # mode follows the umask
-            self._new_trackers[root] = temporary
-            self._locks.append(_lock(temporary))
+        self._new_trackers[root] = temporary
+        self._locks.append(_make_locked(temporary, lambda path: path.open('x').close()))
+        with temporary.open('w') as file:
             file.write(text)
             file.flush()
             fsync(file.fileno())
@@ -227,13 +231,21 @@ class _Signals:
             raise Interrupted(signum)
 
 
-def refuse_existing(target: Path) -> None:
+def refuse_existing(target: Path, finished: bool = False) -> None:
     """Raise where ``target`` exists.
+
+    Args:
+        finished: ``recover`` has just finished it
 
     Raises:
         CheckpointError: it exists
     """
     if os.path.lexists(target):
+        if finished:
+            raise CheckpointError(
+                f'{target}: exists; a killed run had finished it but for {TRACKER_NAME}, which is '
+                'written now: nothing is left to do'
+            )
         raise CheckpointError(f'{target}: exists, and an output is never replaced; name another')
 
 
@@ -245,32 +257,68 @@ def unmark(targets: Sequence[Path]) -> None:
         fsync_directory(target)
 
 
-def recover(targets: Sequence[Path]) -> None:
-    """Bring what a killed run left of several targets to "none" or to "all".
+def recover(targets: Sequence[Path], trackers: Mapping[Path, str]) -> bool:
+    """Bring what a killed run left to "none" or to "all".
 
-    Where every target is there, all had been renamed: the markers go. Else the marked ones are
-    removed. Targets of a running process are left alone.
+    Where every target is there, all had been renamed: the markers go, and the trackers follow. Else
+    the marked ones are removed. Targets of a running process are left alone.
+
+    Args:
+        targets, trackers: as ``Publication`` has them
+
+    Returns:
+        whether a tracker was written
     """
     present = [target for target in targets if target.exists()]
     marked = [target for target in present if (target / UNPUBLISHED).exists()]
-    if not all(_unlocked(target) for target in marked):
-        return
-    if len(present) == len(targets):
-        unmark(marked)
-    else:
+    with ExitStack() as locks:
+        if not all(locks.enter_context(_unlocked(target)) for target in marked):
+            return False
+        if len(present) == len(targets):
+            unmark(marked)
+            finished = [_finish_tracker(root, text, targets) for root, text in trackers.items()]
+            return any(finished)
         for target in marked:
             remove_tree(target)
+    return False
+
+
+def _finish_tracker(root: Path, text: str, targets: Sequence[Path]) -> bool:
+    """Put the tracker in place that a run killed after its last rename had ready; if there is one.
+
+    One written since then counts instead.
+    """
+    tracker = root / TRACKER_NAME
+    for temporary in _leftovers(tracker):
+        with _unlocked(temporary) as unlocked:
+            token = temporary.name.removeprefix(_staging_prefix(tracker))
+            renamed = not any(_staging_path(target, token).exists() for target in targets)
+            if unlocked and renamed and temporary.read_text() == text:
+                if not _written_since(tracker, temporary):
+                    _replace_tracker(root, temporary, text)
+                    return True
+    return False
+
+
+def _written_since(path: Path, other: Path) -> bool:
+    return path.exists() and path.stat().st_mtime_ns > other.stat().st_mtime_ns
 
 
 def remove_leftovers(target: Path) -> None:
     """Remove what was staged for ``target`` by processes of this host that are gone."""
-    for path in target.parent.glob(glob.escape(_staging_prefix(target)) + '*'):
-        if not _unlocked(path):
-            continue
-        if path.is_dir():
-            remove_tree(path)
-        else:
-            path.unlink(missing_ok=True)
+    for path in _leftovers(target):
+        with _unlocked(path) as unlocked:
+            if not unlocked:
+                continue
+            if path.is_dir():
+                remove_tree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _leftovers(target: Path) -> list[Path]:
+    """What processes of this host have staged for ``target``."""
+    return sorted(target.parent.glob(glob.escape(_staging_prefix(target)) + '*'))
 
 
 def remove_tree(path: Path) -> None:
@@ -345,25 +393,40 @@ def _staging_path(target: Path, token: str) -> Path:
     return target.parent / (_staging_prefix(target) + token)
 
 
-def _lock(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # no locks here (some network file systems): leftovers stay, hidden
-        pass
-    return descriptor
+def _make_locked(path: Path, make: Callable[[Path], object]) -> int:
+    """Make a path, its mode after the umask and the parent, and lock it; returns the lock.
+
+    Between the two a run that looks for leftovers may take it for one: then it is made again.
+    """
+    while True:
+        make(path)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # no locks here (some network file systems): leftovers stay, hidden
+            return descriptor
+        if path.exists():
+            return descriptor
+        os.close(descriptor)
 
 
-def _unlocked(path: Path) -> bool:
-    """Whether the process that staged ``path`` is known to be gone."""
+@contextmanager
+def _unlocked(path: Path) -> Iterator[bool]:
+    """Whether the process that staged ``path`` is known to be gone; locked for the length of it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
-        return False
+        yield False
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        unlocked = True
     except OSError:
-        return False
+        unlocked = False
+    try:
+        yield unlocked
     finally:
         os.close(descriptor)

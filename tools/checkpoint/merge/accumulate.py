@@ -113,7 +113,7 @@ class ChunkMerger:
         # finite and its cast too; only where it proves nothing are the elements looked at.
         limit = torch.finfo(target.dtype).max
         if not torch.dot(accumulator, accumulator).item() < min(limit * limit, 1e37):
-            self._check(job, readers, start, target)
+            self._check(job, readers, start, accumulator, target)
 
     def _read(self, reader: '_Reader', start: int, count: int) -> torch.Tensor:
         begin = perf_counter()
@@ -123,15 +123,24 @@ class ChunkMerger:
         return values
 
     def _check(
-        self, job: ChunkJob, readers: Sequence['_Reader'], start: int, target: torch.Tensor
+        self,
+        job: ChunkJob,
+        readers: Sequence['_Reader'],
+        start: int,
+        accumulator: torch.Tensor,
+        target: torch.Tensor,
     ) -> None:
         """Tell values that aren't finite by their cause: the inputs, or the merge."""
         wrong = ~torch.isfinite(target)
         if not wrong.any():
             return
+        too_large: Path | None = None  # the source of a double that fp32 can't hold
         for reader, stored in zip(readers, job.stored, strict=True):
-            bad = ~torch.isfinite(reader.read(start, target.numel()))
+            values = reader.read(start, target.numel())
+            bad = ~torch.isfinite(values)
             wrong &= ~bad
+            if (wrong & ~torch.isfinite(values.float())).any():
+                too_large = too_large or stored[0].path
             if bad.any():
                 path = stored[0].path
                 self.nonfinite[(path.parent, job.key)] += int(bad.sum())
@@ -141,11 +150,15 @@ class ChunkMerger:
                         'pass --allow-nonfinite to merge them nevertheless'
                     )
         if wrong.any():
-            at = start + int(wrong.nonzero()[0])
+            first = int(wrong.nonzero()[0])
+            reason = (
+                _cast_overflow(target.dtype, accumulator[first].item())
+                if torch.isfinite(accumulator[first])
+                else _sum_overflow(too_large)
+            )
             raise CheckpointError(
-                f'{job.key}: the merged value of element {at} of the chunk at {job.box.offsets} '
-                f'is not finite in {str(job.dtype).removeprefix("torch.")} although its inputs '
-                'are; save in a wider dtype or use smaller weights'
+                f'{job.key}: the merged value of element {start + first} of the chunk at '
+                f'{job.box.offsets} is not finite although its inputs are: {reason}'
             )
 
     def _reader(self, job: ChunkJob, stored: tuple[StoredChunk, ...]) -> '_Reader':
@@ -160,6 +173,27 @@ class ChunkMerger:
         if offset is None:
             return _WholeReader(key, stored)
         return _PlainReader(descriptor, stored, offset, self._raw)
+
+
+def _sum_overflow(too_large: Path | None) -> str:
+    if too_large is not None:
+        return (
+            f'{too_large} holds float64 values beyond fp32, in which sums are computed; no '
+            '--merge-save-dtype merges them'
+        )
+    return 'the sum leaves the range of fp32, in which it is computed (3.4e38); use smaller weights'
+
+
+def _cast_overflow(dtype: torch.dtype, value: float) -> str:
+    wider = 'bfloat16 or float32' if dtype == torch.float16 else 'float32'
+    return (
+        f'{value:.6g} is beyond {_name(dtype)} ({torch.finfo(dtype).max:.6g}); use '
+        f'--merge-save-dtype {wider}, or smaller weights'
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix('torch.')
 
 
 class _RawBuffer:

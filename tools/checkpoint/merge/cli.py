@@ -203,6 +203,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check_usage(parser, args)
+    missing = _missing_input(args)
+    if missing is not None:
+        print(f"weighted_merge: error: {missing}: doesn't exist", file=sys.stderr)
+        return 1
 
     from ..common.errors import CheckpointError
     from ..common.publish import Interrupted
@@ -282,6 +286,17 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(
                 f'{flag} is for a range: give one ROOT with --start-checkpoint and --end-checkpoint'
             )
+
+
+def _missing_input(args: argparse.Namespace) -> str | None:
+    """An input that isn't there, found before torch and megatron-core are imported, for seconds.
+
+    Several ranks may see different files, and tell together.
+    """
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        return None
+    paths = [given if _is_range(args) else given.rpartition(':')[0] for given in args.merge_inputs]
+    return next((path for path in paths if path and not os.path.exists(path)), None)
 
 
 def _inputs(args: argparse.Namespace) -> 'Inputs':

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from ..common.errors import CheckpointError
 from ..common.paths import iteration_dirname, parse_iteration_dirname, resolve_checkpoint
-from ..common.publish import refuse_existing
+from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
 from .common_state import CommonState, choose_common_state
 from .inputs import Inputs
 from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
+from .provenance import make_provenance
 from .report import MergeResult
 from .source import Source, read_source
 from .validate import validate_given_extra_states, validate_sources
@@ -61,8 +62,13 @@ class Prepared:
     output_iteration: int | None
     plan: MergePlan
     common: CommonState
-    extra_states: Source
+    provenance: dict[str, object]
     result: MergeResult
+
+    @property
+    def trackers(self) -> dict[Path, str]:
+        """Root of the output to the text of its tracker, where it has an iteration."""
+        return output_trackers(self.target, self.output_iteration)
 
 
 def output_target(output_dir: Path, output_iteration: int | None) -> Path:
@@ -85,6 +91,11 @@ def output_target(output_dir: Path, output_iteration: int | None) -> Path:
     return output_dir / name
 
 
+def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, str]:
+    """The tracker that is written beside ``target``: its root and text; none without iteration."""
+    return {} if output_iteration is None else {target.parent: str(output_iteration)}
+
+
 def prepare(request: Request, world_size: int) -> Prepared:
     """Find the inputs, check them against each other, and plan the merge.
 
@@ -96,7 +107,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
     if iteration is None:
         iteration = inputs.last_iteration
     target = output_target(Path(request.output_dir).absolute(), iteration)
-    refuse_existing(target)
+    finished = not request.dry_run and recover([target], output_trackers(target, iteration))
+    refuse_existing(target, finished)
     for directory in inputs.directories:
         if target.resolve().is_relative_to(directory.resolve()):
             raise CheckpointError(f'{target}: lies inside the input {directory}')
@@ -140,6 +152,17 @@ def prepare(request: Request, world_size: int) -> Prepared:
         keep_fp32=request.keep_fp32,
         balance=request.balance_rank_work,
     )
+    provenance = make_provenance(
+        directories=list(inputs.directories),
+        iterations=inputs.iterations,
+        weights=list(inputs.weights),
+        normalized=inputs.normalized,
+        style=inputs.style,
+        save_dtype=request.save_dtype,
+        common_state_source=common.origin,
+        extra_state_source=extra_states.directory,
+        balanced=request.balance_rank_work,
+    )
     result = MergeResult(
         output_dir=target,
         inputs=[str(directory) for directory in inputs.directories],
@@ -154,7 +177,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
         warnings=_warnings(inputs, common),
         dry_run=request.dry_run,
     )
-    return Prepared(inputs, target, iteration, plan, common, extra_states, result)
+    return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
 def _warnings(inputs: Inputs, common: CommonState) -> list[str]:

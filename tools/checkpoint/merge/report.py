@@ -46,6 +46,8 @@ class MergeResult:
         world_size: number of ranks
         rank_bytes: source bytes of each rank
         peak_memory: largest resident size of each rank in bytes
+        merge_memory: how far that lies above the size at the start of the merge, which is Python,
+            torch and megatron-core themselves
         narrowed: fp32 tensors saved in a narrower dtype
         nonfinite_inputs: ``source: key`` to the number of its elements that aren't finite
         left_out: number of entries of training state left unread
@@ -63,6 +65,7 @@ class MergeResult:
     world_size: int = 1
     rank_bytes: list[int] = field(default_factory=list)
     peak_memory: list[int] = field(default_factory=list)
+    merge_memory: list[int] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
     nonfinite_inputs: dict[str, int] = field(default_factory=dict)
     left_out: int = 0
@@ -108,7 +111,9 @@ def report_text(result: MergeResult) -> str:
         f'wrote {format_bytes(result.bytes_written)} at '
         f'{format_rate(result.bytes_written, times.total)}',
         'peak host memory by rank: '
-        + ', '.join(_some([format_bytes(size) for size in result.peak_memory])),
+        + ', '.join(_some([format_bytes(size) for size in result.peak_memory]))
+        + '; above what was loaded before the merge (Python, torch): '
+        + ', '.join(_some([format_bytes(size) for size in result.merge_memory])),
     ]
     lines += [
         f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()

@@ -12,14 +12,13 @@ import torch
 from ..common import publish
 from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
-from ..common.progress import peak_memory, progress_bar
+from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
 from .accumulate import ChunkMerger
 from .common_state import output_common_state, save_common_state
 from .integrity import verify_manifests, write_manifest
 from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
-from .provenance import make_provenance
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import MergeResult
 from .source import FORMAT, check_file
@@ -45,7 +44,7 @@ def run_merge(request: Request) -> MergeResult:
         CheckpointError: anything a user can cause; the same on every rank; nothing is published
         Interrupted: a signal; nothing is published
     """
-    begin = perf_counter()
+    begin, memory = perf_counter(), resident_memory()
     with joined_ranks() as ranks:
         prepared = ranks.agree(lambda: prepare(request, ranks.size), root_only=True)
         if request.verify:
@@ -66,7 +65,7 @@ def run_merge(request: Request) -> MergeResult:
             else None
         )
         ranks.agree(lambda: _check_visible(orders.share))
-        result = _write(request, ranks, prepared, orders, begin)
+        result = _write(request, ranks, prepared, orders, begin, memory)
     return result
 
 
@@ -86,7 +85,12 @@ def _check_visible(share: RankShare) -> None:
 
 
 def _write(
-    request: Request, ranks: Ranks, prepared: Prepared | None, orders: _Orders, begin: float
+    request: Request,
+    ranks: Ranks,
+    prepared: Prepared | None,
+    orders: _Orders,
+    begin: float,
+    memory: int,
 ) -> MergeResult:
     with ExitStack() as stack:
         publication = ranks.agree(
@@ -96,7 +100,7 @@ def _write(
             [publication.path(orders.target)] * ranks.size if publication else None
         )
         ranks.agree(lambda: _check_staging(staging))
-        result = _fill(request, ranks, prepared, orders, staging)
+        result = _fill(request, ranks, prepared, orders, staging, memory)
         started = perf_counter()
 
         def commit() -> MergeResult:
@@ -119,10 +123,7 @@ def _write(
 
 def _publication(prepared: Prepared | None) -> Publication:
     assert prepared is not None
-    trackers: dict[str | Path, str] = {}
-    if prepared.output_iteration is not None:
-        trackers[prepared.target.parent] = str(prepared.output_iteration)
-    return Publication([prepared.target], trackers)
+    return Publication([prepared.target], prepared.trackers)
 
 
 def _check_staging(staging: Path) -> None:
@@ -133,7 +134,12 @@ def _check_staging(staging: Path) -> None:
 
 
 def _fill(
-    request: Request, ranks: Ranks, prepared: Prepared | None, orders: _Orders, staging: Path
+    request: Request,
+    ranks: Ranks,
+    prepared: Prepared | None,
+    orders: _Orders,
+    staging: Path,
+    memory: int,
 ) -> MergeResult | None:
     """Write and check the output in the staging directory; its figures on rank 0."""
     started = perf_counter()
@@ -156,14 +162,16 @@ def _fill(
         writer = MergeWriter(staging, orders.target, threads, stop)
         ranks.agree(lambda: _save(planner, writer, ranks))
         publish.step('written')
-        ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
+        ranks.agree(lambda: _complete(prepared, staging), root_only=True)
         publish.step('completed')
         written = perf_counter()
         if request.verify:
             ranks.agree(lambda: verify_share(staging, orders.share, orders.weights, bar.update))
     if request.save_integrity:
         write_manifest(staging, ranks)
-    figures = ranks.gather(_figures(request, ranks, planner, orders, staging, written - started))
+    figures = ranks.gather(
+        _figures(request, ranks, planner, orders, staging, written - started, memory)
+    )
     if prepared is None:
         return None
     _summarise(prepared.result, figures)
@@ -189,23 +197,12 @@ def _save(planner: MergePlanner, writer: MergeWriter, ranks: Ranks) -> None:
         torch.set_num_threads(before)
 
 
-def _complete(request: Request, prepared: Prepared | None, staging: Path) -> None:
+def _complete(prepared: Prepared | None, staging: Path) -> None:
     """Common state and format of the output, then its metadata against the plan."""
     assert prepared is not None
-    inputs = prepared.inputs
-    provenance = make_provenance(
-        directories=list(inputs.directories),
-        iterations=inputs.iterations,
-        weights=list(inputs.weights),
-        normalized=inputs.normalized,
-        style=inputs.style,
-        save_dtype=request.save_dtype,
-        common_state_source=prepared.common.origin,
-        extra_state_source=prepared.extra_states.directory,
-        balanced=request.balance_rank_work,
-    )
     save_common_state(
-        output_common_state(prepared.common, provenance, prepared.output_iteration), staging
+        output_common_state(prepared.common, prepared.provenance, prepared.output_iteration),
+        staging,
     )
     save_config(CheckpointingConfig(FORMAT), str(staging))
     validate_output(staging, prepared.plan)
@@ -221,6 +218,7 @@ class _Figures:
     bytes_read: int
     bytes_written: int
     peak_memory: int
+    merge_memory: int
     nonfinite: Counter[str]
 
 
@@ -231,6 +229,7 @@ def _figures(
     orders: _Orders,
     staging: Path,
     wall: float,
+    memory: int,
 ) -> _Figures:
     mergers = planner.mergers
     load = sum(merger.read_seconds for merger in mergers) / max(len(mergers), 1)
@@ -253,6 +252,7 @@ def _figures(
         + sum(job.piece.length for job in orders.share.byte_entries),
         written,
         peak_memory(),
+        peak_memory() - memory,
         nonfinite,
     )
 
@@ -268,6 +268,7 @@ def _summarise(result: MergeResult, figures: list[_Figures]) -> None:
     result.bytes_read = sum(figure.bytes_read for figure in figures)
     result.bytes_written = sum(figure.bytes_written for figure in figures) or result.bytes_written
     result.peak_memory = [figure.peak_memory for figure in figures]
+    result.merge_memory = [figure.merge_memory for figure in figures]
     total: Counter[str] = Counter()
     for figure in figures:
         total.update(figure.nonfinite)

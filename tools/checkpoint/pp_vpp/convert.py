@@ -11,12 +11,13 @@ from typing import Any
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.progress import progress_bar
-from ..common.publish import UNPUBLISHED, Publication, refuse_existing
+from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
 from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
 from .edges import refuse_stray_keys
 from .layout import ChunkId, Move, Plan
+from .optimizer_state import WAY_OUT, have_state
 from .rank_args import Layout
 from .rank_file import OldRank
 from .survey import SideSurvey, check_iteration, require_shards, survey
@@ -31,12 +32,14 @@ class Options:
         drop_optimizer: leave the optimizer state behind
         trust: load without restriction on classes
         workers: rank files written at the same time; None for one a CPU
+        dry_run: nothing is to be written, nor what a killed run left taken away
     """
 
     iteration: int | None = None
     drop_optimizer: bool = False
     trust: bool = False
     workers: int | None = None
+    dry_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Prepared:
     plan: Plan
     jobs: list[Job]
     targets: dict[str, Path]
-    trackers: dict[str | Path, str]
+    trackers: dict[Path, str]
     bytes: int
     notes: list[str]
 
@@ -96,28 +99,42 @@ def prepare(request: Request, options: Options) -> Prepared:
     plan = request.plan(surveys)
     directory = next(iter(surveys.values())).source.directory
     targets = {side: root / directory.name for side, root in request.outputs.items()}
-    for target in targets.values():
-        if not (target / UNPUBLISHED).exists():  # else a killed run's, which Publication removes
-            refuse_existing(target)
     iteration = parse_iteration_dirname(directory.name)
     text = RELEASE if iteration is None else str(iteration)
+    trackers = {root: text for root in request.outputs.values()}
+    finished = not options.dry_run and recover(list(targets.values()), trackers)
+    for target in targets.values():
+        if not (options.dry_run and (target / UNPUBLISHED).exists()):  # a killed run's
+            refuse_existing(target, finished)
     jobs = _jobs(surveys, plan)
     refuse_other_files(
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
-    size, without_args, kept = 0, 0, set()
+    size, without_args = 0, 0
+    stepped: dict[bool, Job] = {}
     for job in jobs:
         state, _ = build(job, plan, options)
         size += _size(state)
         without_args += state.get('args') is None
-        kept |= {'optimizer'} & state.keys()
+        if 'optimizer' in state:
+            stepped |= dict.fromkeys(have_state(state['optimizer']), job)
+    _refuse_lost_state(stepped)
     notes = []
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
-    if options.drop_optimizer and not kept:
+    if options.drop_optimizer:
         notes.append('the outputs have no optimizer state; load them with --no-load-optim')
-    trackers: dict[str | Path, str] = {root: text for root in request.outputs.values()}
     return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
+
+
+def _refuse_lost_state(stepped: dict[bool, Job]) -> None:
+    """All ranks take their steps together: state of parameters is in every file, or in none."""
+    if len(stepped) == 2:
+        lost, others = (', '.join(map(str, stepped[has].files.values())) for has in (False, True))
+        raise CheckpointError(
+            f'{lost}: no optimizer state of any parameter (in one of the files, where there are '
+            f'several), but {others} has it; the checkpoint is damaged; {WAY_OUT}'
+        )
 
 
 def execute(prepared: Prepared, options: Options) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..common.errors import CheckpointError
 from ..common.paths import CONFIG_NAME, TRACKER_NAME, iteration_dir
+from ..common.publish import UNPUBLISHED
 
 FILE_NAME = 'model_optim_rng.pt'
 
@@ -82,6 +83,11 @@ def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -
             f'legacy `torch` checkpoint, or the iteration with --iteration'
         )
     directory = iteration_dir(root, iteration)
+    if (directory / UNPUBLISHED).exists():
+        raise CheckpointError(
+            f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '
+            'the other was in place; run that conversion again'
+        )
     names = sorted(entry.name for entry in directory.iterdir() if entry.name[:7] == 'mp_rank')
     if not names or (directory / CONFIG_NAME).exists():
         raise CheckpointError(f'{directory}: {_describe(directory)}')

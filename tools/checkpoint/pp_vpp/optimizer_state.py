@@ -7,7 +7,7 @@ half-precision parameters); each alone or in the list that ``ChainedOptimizer`` 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Slot:
     Attributes:
         optimizer: number of the optimizer in the chain
         group: number of the group
+        number: the parameter's number in the file
         shape: the parameter's shape; None where no tensor tells
         state: moments and step by name; None where there is none yet
         master: fp32 copy of a half-precision parameter
@@ -51,6 +52,7 @@ class Slot:
 
     optimizer: int
     group: int
+    number: int
     shape: torch.Size | None
     state: Mapping[str, Any] | None
     master: torch.Tensor | None = None
@@ -151,7 +153,7 @@ def _parse_groups(
             seen.add(param_id)
             values = state.get(param_id)
             shape = _shape(values, f'{where}, parameter {param_id}')
-            slots[-1].append(Slot(index, number, shape, values))
+            slots[-1].append(Slot(index, number, param_id, shape, values))
     orphans = [key for key in state if key not in seen]
     if orphans:
         raise _unknown(where, f'state of {orphans[0]!r}, which is in no group')
@@ -179,7 +181,7 @@ def _shapes_from_masters(
         return slots
     return [
         [
-            Slot(slot.optimizer, slot.group, slot.shape or master.shape, slot.state)
+            replace(slot, shape=slot.shape or master.shape)
             for slot, master in zip(group, copies, strict=True)
         ]
         if len(group) == len(copies)
@@ -220,7 +222,7 @@ def assign_masters(
                 f"{where}, group {slot.group}: fp32 masters don't fit the parameters (found "
                 f'{found}, expected {tuple(tensor.shape)}); {WAY_OUT}'
             )
-        result.append(Slot(slot.optimizer, slot.group, slot.shape, slot.state, master))
+        result.append(replace(slot, master=master))
     for masters in iterators:
         for number, group in enumerate(masters or []):
             if next(group, None) is not None:
@@ -321,6 +323,16 @@ def _build_one(wrapper: dict[str, Any], groups: Sequence[Group], slots: Sequence
     if wrapper['inner'] is None:
         return inner
     return {wrapper['inner']: inner, **wrapper['others'], wrapper['masters']: masters}
+
+
+def have_state(state: Any) -> set[bool]:
+    """Whether the parameters of a rank's ``optimizer`` entry have state; both where they differ."""
+    return {
+        slot.state is not None
+        for groups in parse(state, 'optimizer').slots
+        for slots in groups
+        for slot in slots
+    }
 
 
 def equal(one: Any, other: Any) -> bool:

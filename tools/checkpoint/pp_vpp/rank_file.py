@@ -129,6 +129,7 @@ def _name_slots(
         for headers, members in zip(optimizer.groups, optimizer.slots, strict=True)
         for group, slots in zip(headers, members, strict=True)
     ]
+    _refuse_lost_state(tensors, groups, where)
     matched = param_match.match(tensors, groups, where)
     trained = [
         (key, tensor.tensor, slot)
@@ -137,6 +138,31 @@ def _name_slots(
     ]
     full = optimizer_state.assign_masters(optimizer, [(t, slot) for _, t, slot in trained], where)
     return {key: slot for (key, _, _), slot in zip(trained, full, strict=True)}
+
+
+def _refuse_lost_state(
+    tensors: Sequence[param_match.NamedTensor],
+    groups: Sequence[tuple[optimizer_state.Group, Sequence[Slot]]],
+    where: str,
+) -> None:
+    """An optimizer that has taken a step has state of every parameter."""
+    slots = [slot for _, members in groups for slot in members]
+    lost = [slot for slot in slots if slot.state is None]
+    if not lost or len(lost) == len(slots):
+        return
+    try:
+        matched = param_match.match(tensors, groups, where)
+        names = [
+            f'{tensor.chunk} {tensor.name}'
+            for tensor, slot in zip(tensors, matched, strict=True)
+            if slot is not None and slot.state is None
+        ]
+    except CheckpointError:  # without its state a parameter's shape may be unknown
+        names = []
+    raise CheckpointError(
+        f'{where}: no state of parameter {lost[0].number} ({", ".join(names[:3]) or "no name"}), '
+        f'but of {len(slots) - len(lost)} others; the file is damaged; {optimizer_state.WAY_OUT}'
+    )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def groups(*members, **fields):
         (
             Group(0, number, fields, not shapes),
             [
-                Slot(0, number, None if s is None else torch.Size(s), {'at': i})
+                Slot(0, number, i, None if s is None else torch.Size(s), {'at': i})
                 for i, s in enumerate(shapes)
             ],
         )

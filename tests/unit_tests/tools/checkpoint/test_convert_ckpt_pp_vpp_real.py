@@ -76,13 +76,13 @@ CASES = {
         f'{PP2} {VPP}',
         'fused_adam',
     ),
-    'reshape: layers per chunk, fp32': (
+    'reshape: layers per chunk, some without layers, fp32': (
         '--num-layers 6',
         2,
         PP2,
-        'reshape --pipeline-size 2 --virtual-size 2 --layers-per-chunk 1,2,2,1',
+        'reshape --pipeline-size 2 --virtual-size 3 --layers-per-chunk 0,3,0,2,1,0',
         2,
-        f'{PP2} --pipeline-model-parallel-layout Et|tt|tt|tL',
+        f'{PP2} --pipeline-model-parallel-layout E|ttt||tt|t|L',
         'torch_adam',
     ),
     'reshape: VPP to fewer, larger stages': (

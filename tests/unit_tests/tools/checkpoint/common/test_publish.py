@@ -3,11 +3,13 @@
 import os
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.common.paths import TRACKER_NAME
 from tools.checkpoint.common.publish import Interrupted, Publication
 
 STEPS = [
@@ -18,8 +20,8 @@ STEPS = [
     'renamed 2',
     'unmarking',
     'unmarked',
-    'tracker staged',
-    'tracked',
+    'tracked 1',
+    'tracked 2',
 ]
 
 
@@ -87,19 +89,51 @@ def test_sigkill_at_each_step_then_the_next_run_publishes(tmp_path, victim):
     visible = [p for p in tmp_path.glob('*/iter_*') if not (p / publish.UNPUBLISHED).exists()]
     for target in visible:
         assert (target / 'a').exists() and (target / 'sub/b').exists()
+    trackers = list(tmp_path.glob(f'*/{TRACKER_NAME}'))
+    assert len(trackers) == {'tracked 1': 1, 'tracked 2': 2}.get(victim, 0)
+    assert not trackers or len(visible) == 2
     try:
         write_two(tmp_path)
     except CheckpointError as error:
         assert 'exists' in str(error) and STEPS.index(victim) >= STEPS.index('renamed 2')
-        for side in ('edge', 'cloud'):
-            assert [
-                p.name
-                for p in (tmp_path / side / 'iter_0000007').iterdir()
-                if p.name == publish.UNPUBLISHED
-            ] == []
-            assert (tmp_path / side / 'iter_0000007/sub/b').exists()
+        assert ('nothing is left to do' in str(error)) == (victim != 'tracked 2')
     else:
-        assert entries(tmp_path) == complete(tmp_path)
+        assert STEPS.index(victim) < STEPS.index('renamed 2')
+    assert entries(tmp_path) == complete(tmp_path)
+    assert [path.read_text() for path in tmp_path.glob(f'*/{TRACKER_NAME}')] == ['7', '7']
+
+
+@pytest.mark.parametrize('later', ['tracker written since', 'never renamed', 'other iteration'])
+def test_a_tracker_is_finished_only_where_it_is_what_a_killed_run_left(
+    tmp_path, monkeypatch, later
+):
+    target, tracker = tmp_path / 'iter_0000007', tmp_path / TRACKER_NAME
+
+    def publish_seven(stop=None):
+        def die(name):
+            if name == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(publish, 'step', die)
+        with Publication([target], {tmp_path: '7'}) as publication:
+            publication.commit()
+
+    tracker.write_text('1')
+    in_child(lambda: publish_seven('synced' if later == 'never renamed' else 'unmarked'))
+    assert target.exists() == (later != 'never renamed') and tracker.read_text() == '1'
+    left = next(tmp_path.glob('.latest*'))
+    if later == 'tracker written since':
+        written = left.stat().st_mtime_ns + 1_000_000
+        tracker.write_text('100')
+        os.utime(tracker, ns=(written, written))
+    elif later == 'never renamed':
+        target.mkdir()  # by somebody else
+    else:
+        left.write_text('9')
+    found = tracker.read_text()
+    with pytest.raises(CheckpointError, match='never replaced'):
+        publish_seven()
+    assert tracker.read_text() == found
 
 
 @pytest.mark.parametrize('victim', STEPS[:3])
@@ -162,6 +196,25 @@ def test_a_running_publication_of_the_same_target_is_left_alone(tmp_path):
             assert (first.path(target) / 'file').exists()
         first.commit()
     assert (target / 'file').read_text() == 'first'
+
+
+def test_a_staging_directory_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch):
+    """Another run looks for leftovers between the making of a directory and its lock."""
+    target, right, seen = tmp_path / 'out', os.open, []
+
+    def open_late(path, flags, *args):
+        if '.out.tmp-' in str(path) and not seen:
+            seen.append(path)
+            publish.remove_leftovers(target)
+            assert not Path(path).exists()
+        return right(path, flags, *args)
+
+    monkeypatch.setattr(os, 'open', open_late)
+    with Publication([target]) as publication:
+        (publication.path(target) / 'file').write_text('x')
+        publish.remove_leftovers(target)
+        publication.commit()
+    assert seen and entries(tmp_path) == ['out', 'out/file']
 
 
 def test_permissions_follow_umask_and_parent(tmp_path):
