@@ -1,13 +1,24 @@
-"""Real legacy checkpoints that several of the converter's tests read."""
+"""Checkpoints that several of the tools' tests read."""
 
 import pytest
 
+from tests.unit_tests.tools.checkpoint.handmade import write_run
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import run
+
+EXTRA = {'decoder.layers.mlp.linear_fc1._extra_state': b'never unpickled \x80\x05.'}
 
 UNEVEN = (
     '--num-layers 6 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 '
     '--decoder-last-pipeline-num-layers 1 --exit-interval 2'
 )
+
+
+@pytest.fixture(scope='session')
+def five(tmp_path_factory):
+    """Root, paths and tensors of five checkpoints of one bf16 run with an fp32 router bias."""
+    root = tmp_path_factory.mktemp('five')
+    paths, models = write_run(root, [100, 200, 300, 400, 500], extra_states=EXTRA)
+    return root, paths, models
 
 
 @pytest.fixture(scope='session')

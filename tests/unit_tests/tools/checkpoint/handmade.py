@@ -3,6 +3,7 @@
 import os
 import pickle
 import queue
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -103,6 +104,12 @@ def set_common_form(directory: Path, state: object, form: str | None) -> None:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[index] = _StorageInfo('common.distcp', 0, size)
     (directory / '.metadata').write_bytes(pickle.dumps(metadata))
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint that a test may damage."""
+    shutil.copytree(source, target)
+    return target
 
 
 def write_run(

@@ -1,11 +1,16 @@
 """Looking into rank files for the converter's tests, without the converter's own code."""
 
 import argparse
+import re
 from pathlib import Path
 
 import torch
 
+from tools.checkpoint.convert_ckpt_pp_vpp import main
+
 ITERATION = 'iter_0000002'
+TRACKER = 'latest_checkpointed_iteration.txt'
+MERGE = 'merge --load-dir SRC --save-dir OUT --pipeline-size 2'
 
 
 def load(root, rank, iteration=ITERATION):
@@ -49,3 +54,21 @@ def same(one, other, path='') -> list[str]:
     if type(one).__module__.startswith('numpy'):
         return [] if (one == other).all() else [path]
     return [] if one == other else [f'{path}: {one} {other}']
+
+
+def path_of(root, rank):
+    return root / ITERATION / f'mp_rank_{rank}' / 'model_optim_rng.pt'
+
+
+def refused(command, root, capsys, pattern):
+    """Run a command that must fail, with one line and without a trace in the file system."""
+    before = tree(root)
+    for word in ('SRC', 'OUT2', 'OUT', 'EDGE', 'CLOUD', 'LINK'):
+        command = re.sub(rf'(?<= ){word}(?=[ /]|$)', str(root / word), command)
+    assert main(command.split()) == 1
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith('note:')]
+    assert len(lines) == 1 and lines[0].startswith('error: '), captured.err
+    assert re.search(pattern, lines[0]), lines[0]
+    assert captured.out == ''
+    assert tree(root) == before

@@ -1,11 +1,6 @@
-"""Weighted merge: exactness, command line, common state, options, and what is refused."""
+"""Weighted merge: schedules, exactness, checks of values, library use."""
 
-import argparse
-import io
-import json
 import math
-import pickle
-import shutil
 
 import pytest
 import torch
@@ -15,11 +10,10 @@ from megatron.core import dist_checkpointing
 from tests.unit_tests.tools.checkpoint.handmade import (
     LAYOUT,
     assert_same,
+    copied,
     load_tensors,
     model_tensors,
     plain_merge,
-    set_common_form,
-    tree,
     write_checkpoint,
     write_run,
 )
@@ -27,30 +21,15 @@ from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge.inputs import explicit_inputs
 from tools.checkpoint.merge.prepare import Request
 from tools.checkpoint.merge.run import run_merge
-from tools.checkpoint.weighted_merge import checkpoint_coefficients, main
+from tools.checkpoint.weighted_merge import checkpoint_coefficients
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
-EXTRA = {'decoder.layers.mlp.linear_fc1._extra_state': b'never unpickled \x80\x05.'}
 ROUTER = 'decoder.layers.mlp.router.expert_bias'
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-    """Root, paths and tensors of five checkpoints of one bf16 run with an fp32 router bias."""
-    root = tmp_path_factory.mktemp('run')
-    paths, models = write_run(root, [100, 200, 300, 400, 500], extra_states=EXTRA)
-    return root, paths, models
 
 
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / 'out'
-
-
-def copied(source, target):
-    """A copy of a checkpoint that a test may damage."""
-    shutil.copytree(source, target)
-    return target
 
 
 # --- weights
@@ -143,16 +122,16 @@ def test_large_odd_tensors_against_the_whole_tensor_loop(tmp_path):
 
 
 @pytest.mark.parametrize('save', ['float32', 'float16', 'bfloat16'])
-def test_save_dtype(run, out, save):
-    _, paths, models = run
+def test_save_dtype(five, out, save):
+    _, paths, models = five
     result = merge(paths[:2], [0.5, 0.5], out, save_dtype=save)
     expected = plain_merge(models[:2], [0.5, 0.5], getattr(torch, save))
     assert_same(load_tensors(out), expected)
     assert result.narrowed == ([] if save == 'float32' else [ROUTER])
 
 
-def test_keep_fp32_holds_back(run, out):
-    _, paths, models = run
+def test_keep_fp32_holds_back(five, out):
+    _, paths, models = five
     result = merge(paths[:2], [0.5, 0.5], out, save_dtype='float16', keep_fp32=['*.expert_bias'])
     expected = plain_merge(models[:2], [0.5, 0.5], torch.float16)
     expected[ROUTER] = plain_merge(models[:2], [0.5, 0.5])[ROUTER]
@@ -169,14 +148,14 @@ def test_inputs_of_different_dtype_need_an_explicit_one(tmp_path):
     assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5], torch.bfloat16))
 
 
-def test_one_checkpoint_with_weight_one_comes_back(run, out):
-    _, paths, models = run
+def test_one_checkpoint_with_weight_one_comes_back(five, out):
+    _, paths, models = five
     merge(paths[:1], [1.0], out)
     assert_same(load_tensors(out), models[0])
 
 
-def test_merging_its_own_balanced_output_again(run, tmp_path):
-    _, paths, models = run
+def test_merging_its_own_balanced_output_again(five, tmp_path):
+    _, paths, models = five
     merge(paths[:2], [0.5, 0.5], tmp_path / 'a', balance_rank_work=True)
     again = merge([tmp_path / 'a', paths[2]], [0.5, 0.5], tmp_path / 'b', verify=True)
     expected = plain_merge([plain_merge(models[:2], [0.5, 0.5]), models[2]], [0.5, 0.5])
@@ -238,389 +217,6 @@ def test_differing_layouts_need_allow_reshard(tmp_path):
         assert_same(load_tensors(out), plain_merge([models[i] for i in order], weights))
         # the output has the first source's layout: merges with it without the switch
         merge([out, paths[order[0]]], [0.5, 0.5], tmp_path / f'again{first}')
-
-
-# --- command line
-
-
-def cli(*arguments):
-    return main([str(argument) for argument in arguments])
-
-
-def test_manual_mode_with_colons_in_a_path_and_a_root(run, tmp_path, capsys):
-    root, paths, models = run
-    odd = copied(paths[0], tmp_path / 'a:0.5:b')
-    assert (
-        cli('--merge-inputs', f'{odd}:0.25', f'{root}:0.75', '--merge-output', tmp_path / 'out')
-        == 0
-    )
-    assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[4]], [0.25, 0.75]))
-    assert not (tmp_path / 'latest_checkpointed_iteration.txt').exists()
-    assert 'warning' not in capsys.readouterr().out
-
-
-def test_weights_are_used_exactly_with_a_warning_or_normalised(run, tmp_path, capsys):
-    _, paths, models = run
-    pairs = [f'{paths[0]}:3', f'{paths[1]}:-1']
-    assert cli('--merge-inputs', *pairs, '--merge-output', tmp_path / 'a') == 0
-    assert 'weights sum to 2 (smallest -1)' in capsys.readouterr().out
-    assert_same(load_tensors(tmp_path / 'a'), plain_merge(models[:2], [3, -1]))
-    assert cli('--merge-inputs', *pairs, '--normalize', '--merge-output', tmp_path / 'b') == 0
-    assert_same(load_tensors(tmp_path / 'b'), plain_merge(models[:2], [1.5, -0.5]))
-
-
-def test_range_mode(run, tmp_path, capsys):
-    root, _, models = run
-    assert (
-        cli(
-            '--merge-inputs',
-            root,
-            '--start-checkpoint',
-            150,
-            '--end-checkpoint',
-            400,
-            '--merge-style',
-            'minus-sqrt',
-            '--merge-output',
-            tmp_path,
-        )
-        == 0
-    )
-    out = tmp_path / 'iter_0000400'
-    weights = list(checkpoint_coefficients([200, 300, 400], 'minus-sqrt').values())
-    assert_same(load_tensors(out), plain_merge(models[1:4], weights))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400'
-    common = dist_checkpointing.load_common_state_dict(str(out))
-    provenance = common['weighted_merge_provenance']
-    assert common['iteration'] == 400
-    assert provenance['iterations'] == [200, 300, 400] and provenance['weights'] == weights
-    assert provenance['merge_style'] == 'minus-sqrt'
-    assert provenance['implementation'] == 'dcp-metadata-same-layout'
-    assert provenance['common_state_source'].endswith('iter_0000400')
-    assert provenance['extra_state_source'].endswith('iter_0000200')
-
-
-def test_range_interval_walks_back_from_the_end(run, tmp_path):
-    root, _, models = run
-    assert (
-        cli(
-            '--merge-inputs',
-            root,
-            '--start-checkpoint',
-            0,
-            '--end-checkpoint',
-            500,
-            '--min-iteration-interval',
-            150,
-            '--min-checkpoints',
-            3,
-            '--merge-output',
-            tmp_path / 'iter_0000007',
-            '--output-iteration',
-            7,
-        )
-        == 0
-    )
-    kept = [models[0], models[2], models[4]]
-    assert_same(load_tensors(tmp_path / 'iter_0000007'), plain_merge(kept, [1 / 3] * 3))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7'
-
-
-@pytest.mark.parametrize(
-    'name, text',
-    [
-        ('w.json', '{"100": 0.75, "200": 0.25}'),
-        ('w.yaml', '100: 0.75\n200: 0.25\n'),
-    ],
-)
-def test_coefficients_file(run, tmp_path, name, text):
-    root, _, models = run
-    (tmp_path / name).write_text(text)
-    assert (
-        cli(
-            '--merge-inputs',
-            root,
-            '--start-checkpoint',
-            100,
-            '--end-checkpoint',
-            200,
-            '--coefficients',
-            tmp_path / name,
-            '--merge-output',
-            tmp_path / 'out',
-        )
-        == 0
-    )
-    assert_same(load_tensors(tmp_path / 'out/iter_0000200'), plain_merge(models[:2], [0.75, 0.25]))
-
-
-@pytest.mark.parametrize(
-    'text, message',
-    [
-        ('{"100": 0.75}', 'without a weight: [200]'),
-        ('{"100": 1, "200": 1, "3": 1}', 'not in the'),
-        ('[1]', 'holds list'),
-        ('{', 'no JSON'),
-        ('{"100": "x", "200": 1}', 'expected an iteration'),
-        ('{"100": 1, "100": 2, "200": 1}', '100 twice'),
-        ('{"100": NaN, "200": 1}', 'not finite'),
-        ('{"100": true, "200": 1}', 'expected an iteration'),
-    ],
-)
-def test_coefficients_file_that_is_wrong(run, tmp_path, capsys, text, message):
-    (tmp_path / 'w.json').write_text(text)
-    assert (
-        cli(
-            '--merge-inputs',
-            run[0],
-            '--start-checkpoint',
-            100,
-            '--end-checkpoint',
-            200,
-            '--coefficients',
-            tmp_path / 'w.json',
-            '--merge-output',
-            tmp_path / 'out',
-        )
-        == 1
-    )
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / 'out').exists()
-
-
-def test_dry_run_prints_the_plan_and_writes_nothing(run, tmp_path, capsys):
-    root, paths, _ = run
-    before = tree(tmp_path)
-    assert (
-        cli(
-            '--merge-inputs',
-            f'{paths[0]}:0.5',
-            f'{paths[1]}:0.5',
-            '--dry-run',
-            '--verify',
-            '--merge-output',
-            tmp_path / 'deep/out',
-            '--output-iteration',
-            5,
-        )
-        == 0
-    )
-    text = capsys.readouterr().out
-    for part in (str(paths[1]), 'weight 0.5', '6 tensors', 'deep/out/iter_0000005', 'to read by 1'):
-        assert part in text
-    assert tree(tmp_path) == before and not (tmp_path / 'deep').exists()
-
-
-def test_report_and_its_json(run, tmp_path, capsys):
-    _, paths, _ = run
-    assert (
-        cli(
-            '--merge-inputs',
-            f'{paths[0]}:0.5',
-            f'{paths[1]}:0.5',
-            '--merge-output',
-            tmp_path / 'out',
-            '--report-json',
-            tmp_path / 'r.json',
-        )
-        == 0
-    )
-    text = capsys.readouterr().out
-    for part in ('discovery', 'load', 'accumulate', 'save', 'peak host memory', '/s, wrote'):
-        assert part in text
-    report = json.loads((tmp_path / 'r.json').read_text())
-    assert report['averaged_tensors'] == 6 and report['copied_extra_states'] == 1
-    assert report['timings']['total'] > 0 and report['output_dir'] == str(tmp_path / 'out')
-    written = sum(len(data) for data in tree(tmp_path / 'out').values())
-    assert report['bytes_written'] == written
-
-
-@pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
-def test_byte_accounting(run, out, accounting):
-    result = merge(run[1][:2], [0.5, 0.5], out, byte_accounting=accounting)
-    written = sum(len(data) for data in tree(out).values())
-    tensors = sum(t.nbytes for t in run[2][0].values())
-    assert result.bytes_written == written or (
-        accounting == 'none' and tensors < result.bytes_written < written
-    )
-
-
-@pytest.mark.parametrize(
-    'arguments',
-    [
-        [],
-        ['--merge-inputs', 'a:1'],
-        ['--merge-output', 'o'],
-        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'sqrt'],
-        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'linear'],
-        [
-            '--merge-inputs',
-            'a',
-            'b',
-            '--merge-output',
-            'o',
-            '--start-checkpoint',
-            '1',
-            '--end-checkpoint',
-            '2',
-        ],
-        [
-            '--merge-inputs',
-            'a',
-            '--merge-output',
-            'o',
-            '--start-checkpoint',
-            '1',
-            '--end-checkpoint',
-            '2',
-            '--normalize',
-        ],
-        ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments):
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-
-
-def test_help_is_complete(capsys):
-    with pytest.raises(SystemExit):
-        main(['--help'])
-    text = ' '.join(capsys.readouterr().out.split())
-    for part in ('OLDEST', '--coefficient-seed', '--keep-fp32', '--trust-checkpoints', 'torchrun'):
-        assert part in text
-
-
-@pytest.mark.parametrize(
-    'extra, message',
-    [
-        (['--start-checkpoint', 300, '--end-checkpoint', 200], 'lies after'),
-        (
-            ['--start-checkpoint', 100, '--end-checkpoint', 250],
-            'no checkpoint of iteration 250; found',
-        ),
-        (
-            ['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2],
-            'asks for 2',
-        ),
-        (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
-    ],
-)
-def test_ranges_that_are_wrong(run, tmp_path, capsys, extra, message):
-    assert cli('--merge-inputs', run[0], *extra, '--merge-output', tmp_path / 'out') == 1
-    error = capsys.readouterr().err
-    assert message in error and error.count('\n') == 1
-    assert not (tmp_path / 'out').exists()
-
-
-# --- output and common state
-
-
-def test_output_directory_names(run, tmp_path):
-    _, paths, _ = run
-    pair, weights = paths[:2], [0.5, 0.5]
-    assert merge(pair, weights, tmp_path / 'a', 7).output_dir == tmp_path / 'a/iter_0000007'
-    named = tmp_path / 'b/iter_0000007'
-    assert merge(pair, weights, named, 7).output_dir == named
-    with pytest.raises(CheckpointError, match='another iteration, expected iter_0000008'):
-        merge(pair, weights, tmp_path / 'c/iter_0000007', 8)
-    with pytest.raises(CheckpointError, match='exists'):
-        merge(pair, weights, tmp_path / 'a', 7)
-    (tmp_path / 'link').symlink_to(pair[0])
-    with pytest.raises(CheckpointError, match='inside the input'):
-        merge(pair, weights, tmp_path / 'link' / 'below')
-    with pytest.raises(CheckpointError, match='inside the input'):
-        merge(pair, weights, paths[0] / 'out')
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'link']
-
-
-def test_common_state_forms_mix_and_the_iteration_decides(run, tmp_path):
-    _, paths, _ = run
-    legacy = copied(paths[1], tmp_path / 'iter_0000200')
-    args = argparse.Namespace(iteration=200, lr=0.5)
-    set_common_form(legacy, {'iteration': 200, 'args': args, 'who': 'legacy'}, 'legacy')
-    bare = copied(paths[2], tmp_path / 'bare')
-    set_common_form(bare, None, None)
-    weights = [0.2, 0.3, 0.5]
-
-    embedded = copied(paths[0], tmp_path / 'iter_0000100')
-    set_common_form(embedded, {'iteration': 100}, 'embedded')
-    inputs = [bare, embedded, legacy]
-
-    def common(iteration, name):
-        out = merge(inputs, weights, tmp_path / name, iteration).output_dir
-        return dist_checkpointing.load_common_state_dict(str(out))
-
-    state = common(200, 'a')
-    assert state['who'] == 'legacy' and state['args'].lr == 0.5
-    state = common(9, 'b')  # no input records it: the first that has common state
-    assert state['iteration'] == 9 and 'who' not in state
-    inputs, weights = inputs[::-1], weights[::-1]
-    state = common(9, 'c')
-    assert state['iteration'] == 9 and state['args'].iteration == 9 and state['who'] == 'legacy'
-    assert torch.load(legacy / 'common.pt')['args'].iteration == 200
-
-
-def test_model_shards_only_and_a_given_common_state(run, tmp_path):
-    _, paths, models = run
-    bare = [copied(path, tmp_path / path.name) for path in paths[:2]]
-    for path in bare:
-        set_common_form(path, None, None)
-    result = merge(bare, [0.5, 0.5], tmp_path / 'none')
-    assert any('no input has common state' in text for text in result.warnings)
-    state = torch.load(tmp_path / 'none/common.pt')
-    assert list(state) == ['weighted_merge_provenance']
-    given = copied(paths[2], tmp_path / 'given')
-    merge(bare, [0.5, 0.5], tmp_path / 'out', 300, common_state_checkpoint=given, verify=True)
-    state = torch.load(tmp_path / 'out/iter_0000300/common.pt')
-    assert state['iteration'] == 300
-    assert state['weighted_merge_provenance']['extra_state_source'] == str(given)
-    with pytest.raises(CheckpointError, match='records iteration 300, but --output-iteration is 5'):
-        merge(bare, [0.5, 0.5], tmp_path / 'x', 5, common_state_checkpoint=given)
-    with pytest.raises(CheckpointError, match='no common state'):
-        merge(bare, [0.5, 0.5], tmp_path / 'x', 5, common_state_checkpoint=bare[0])
-    assert not (tmp_path / 'x').exists()
-
-
-def test_both_forms_or_another_embedded_layout_are_refused(run, tmp_path):
-    both = copied(run[1][0], tmp_path / 'both')
-    set_common_form(both, {'iteration': 100}, 'embedded')
-    torch.save({'iteration': 100}, both / 'common.pt')
-    with pytest.raises(CheckpointError, match='common state both in'):
-        merge([both], [1], tmp_path / 'out')
-    other = copied(run[1][0], tmp_path / 'other')
-    set_common_form(other, {'iteration': 100}, 'embedded')
-    metadata = dcp.FileSystemReader(other).read_metadata()
-    entries = metadata.state_dict_metadata
-    entries['common_state/shard_0_2'] = entries.pop('common_state/shard_0_1')
-    (other / '.metadata').write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match='stored as common_state/shard_0_2'):
-        merge([other], [1], tmp_path / 'out')
-
-
-def test_extra_state_comes_from_the_chosen_input(tmp_path):
-    key = 'decoder.layers.mlp.linear_fc1._extra_state'
-    paths = [
-        write_checkpoint(tmp_path / f'{i}', model_tensors(i), extra_states={key: data})
-        for i, data in enumerate([b'zero', b'one'])
-    ]
-
-    def stored(out):
-        state = {f'{key}/shard_0_1': io.BytesIO()}
-        planner = dcp.DefaultLoadPlanner()
-        found = {}
-        planner.load_bytes = lambda item, value: found.update({item.dest_index.fqn: value})
-        dcp.load(state, checkpoint_id=out, no_dist=True, planner=planner)
-        return torch.load(found[f'{key}/shard_0_1'], weights_only=True)
-
-    for index, expected in ((None, b'zero'), (0, b'zero'), (1, b'one')):
-        out = merge(
-            paths, [0.5, 0.5], tmp_path / f'out{index}', extra_state_source_index=index
-        ).output_dir
-        assert stored(out) == [expected]
-    with pytest.raises(CheckpointError, match='expected 0 to 1'):
-        merge(paths, [0.5, 0.5], tmp_path / 'x', extra_state_source_index=2)
 
 
 # --- checks of values
@@ -689,23 +285,23 @@ def test_large_but_representable_values_pass(tmp_path):
         ([1, 1], {'output_iteration': -1}, 'expected 0 or more'),
     ],
 )
-def test_wrong_weights_and_options(run, out, weights, options, message):
+def test_wrong_weights_and_options(five, out, weights, options, message):
     with pytest.raises(ValueError, match=message):
-        merge(run[1][:2], weights, out, **options)
+        merge(five[1][:2], weights, out, **options)
     assert not out.exists()
 
 
-def test_the_same_checkpoint_twice_is_refused(run, out, tmp_path):
-    (tmp_path / 'link').symlink_to(run[1][0])
+def test_the_same_checkpoint_twice_is_refused(five, out, tmp_path):
+    (tmp_path / 'link').symlink_to(five[1][0])
     with pytest.raises(CheckpointError, match='given twice'):
-        merge([run[1][0], tmp_path / 'link'], [0.5, 0.5], out)
+        merge([five[1][0], tmp_path / 'link'], [0.5, 0.5], out)
 
 
 # --- library use
 
 
-def test_many_times_in_one_process(run, tmp_path):
-    _, paths, models = run
+def test_many_times_in_one_process(five, tmp_path):
+    _, paths, models = five
     expected = plain_merge(models[:2], [0.5, 0.5])
     threads = torch.get_num_threads()
     for index in range(5):
@@ -714,7 +310,7 @@ def test_many_times_in_one_process(run, tmp_path):
     assert torch.get_num_threads() == threads
 
 
-def test_verify_detects_a_wrong_output(run, out, monkeypatch):
+def test_verify_detects_a_wrong_output(five, out, monkeypatch):
     from tools.checkpoint.merge import accumulate
 
     def wrong(self, job, readers, start, target, right=accumulate.ChunkMerger._merge_block):
@@ -724,12 +320,12 @@ def test_verify_detects_a_wrong_output(run, out, monkeypatch):
 
     monkeypatch.setattr(accumulate.ChunkMerger, '_merge_block', wrong)
     with pytest.raises(CheckpointError, match=f'{ROUTER} .*differs from the weighted sum'):
-        merge(run[1][:2], [0.5, 0.5], out, verify=True)
+        merge(five[1][:2], [0.5, 0.5], out, verify=True)
     assert not out.exists()
 
 
-def test_integrity_manifests_are_checked_and_written(run, tmp_path):
-    _, paths, _ = run
+def test_integrity_manifests_are_checked_and_written(five, tmp_path):
+    _, paths, _ = five
     source = copied(paths[0], tmp_path / 'source')
     merge([source, paths[1]], [0.5, 0.5], tmp_path / 'a', save_integrity=True)
     validation = dist_checkpointing.validation

@@ -202,12 +202,12 @@ def test_a_staging_directory_taken_for_a_leftover_is_made_again(tmp_path, monkey
     """Another run looks for leftovers between the making of a directory and its lock."""
     target, right, seen = tmp_path / 'out', os.open, []
 
-    def open_late(path, flags, *args):
+    def open_late(path, flags, *args, **options):
         if '.out.tmp-' in str(path) and not seen:
             seen.append(path)
             publish.remove_leftovers(target)
             assert not Path(path).exists()
-        return right(path, flags, *args)
+        return right(path, flags, *args, **options)
 
     monkeypatch.setattr(os, 'open', open_late)
     with Publication([target]) as publication:

@@ -1,27 +1,24 @@
-"""Wrong inputs end in one line before anything is written; outputs appear together or not."""
+"""Wrong inputs end in one line before anything is written."""
 
 import argparse
-import io
-import os
-import pickle
-import re
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION, load, same, save, tree
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import (
+    ITERATION,
+    MERGE,
+    TRACKER,
+    load,
+    path_of,
+    refused,
+    same,
+    save,
+)
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import run
-from tools.checkpoint.common import publish
 from tools.checkpoint.convert_ckpt_pp_vpp import main
-from tools.checkpoint.pp_vpp import torch_file
 
-TRACKER = 'latest_checkpointed_iteration.txt'
-MERGE = 'merge --load-dir SRC --save-dir OUT --pipeline-size 2'
 SIDES = 'merge --load-dir SRC --save-dir-edge OUT --save-dir-cloud OUT2'
 SPLIT = 'split --load-dir-edge EDGE --load-dir-cloud CLOUD --save-dir OUT'
 RESHAPE = 'reshape --load-dir SRC --save-dir OUT'
@@ -37,10 +34,6 @@ def edit(change, *ranks):
             save(state, root, rank)
 
     return mutate
-
-
-def path_of(root, rank):
-    return root / ITERATION / f'mp_rank_{rank}' / 'model_optim_rng.pt'
 
 
 def pop(*keys):
@@ -458,20 +451,6 @@ ONE_STAGE = {
 }
 
 
-def refused(command, root, capsys, pattern):
-    """Run a command that must fail, with one line and without a trace in the file system."""
-    before = tree(root)
-    for word in ('SRC', 'OUT2', 'OUT', 'EDGE', 'CLOUD', 'LINK'):
-        command = re.sub(rf'(?<= ){word}(?=[ /]|$)', str(root / word), command)
-    assert main(command.split()) == 1
-    captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if not line.startswith('note:')]
-    assert len(lines) == 1 and lines[0].startswith('error: '), captured.err
-    assert re.search(pattern, lines[0]), lines[0]
-    assert captured.out == ''
-    assert tree(root) == before
-
-
 @pytest.mark.parametrize('name', ONE_STAGE)
 def test_refused(name, pp4, tmp_path, capsys):
     mutate, command, pattern = ONE_STAGE[name]
@@ -639,216 +618,3 @@ def test_real_distributed_optimizer_is_refused_and_dropped(tmp_path, capsys):
         == []
     )
     assert 'optimizer' not in found
-
-
-class Hostile:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-@pytest.mark.parametrize('place', ['args', 'model', 'optimizer', 'rng_state', 'new key'])
-def test_hostile_file_runs_nothing(place, pp4, tmp_path, capsys):
-    shutil.copytree(pp4, tmp_path / 'SRC')
-    state = load(pp4, '00_002')
-    bomb = Hostile(tmp_path / 'ran')
-    if place in ('model', 'optimizer'):
-        state[place]['bomb'] = bomb
-    else:
-        state[place] = bomb
-    save(state, tmp_path / 'SRC', '00_002')
-    refused(MERGE, tmp_path, capsys, 'refused class (posix|os).mkdir; pass --trust-checkpoints')
-    assert not (tmp_path / 'ran').exists()
-
-
-def test_hostile_plain_pickle_runs_nothing(pp4, tmp_path, capsys):
-    shutil.copytree(pp4, tmp_path / 'SRC')
-    path_of(tmp_path / 'SRC', '00_000').write_bytes(pickle.dumps(Hostile(tmp_path / 'ran')))
-    refused(MERGE, tmp_path, capsys, 'no zip-based')
-
-
-def test_trusted_file_loads(pp4, tmp_path):
-    shutil.copytree(pp4, tmp_path / 'SRC')
-    for stage in range(4):
-        state = load(pp4, f'00_00{stage}')
-        state['custom'] = Path('/somewhere'), range(3)
-        save(state, tmp_path / 'SRC', f'00_00{stage}')
-    words = MERGE.replace('SRC', str(tmp_path / 'SRC')).replace('OUT', str(tmp_path / 'OUT'))
-    assert main(words.split()) == 1
-    assert main([*words.split(), '--trust-checkpoints']) == 0
-
-
-def sides_command(source, root):
-    return [
-        'merge',
-        '--load-dir',
-        str(source),
-        '--save-dir-edge',
-        str(root / 'edge'),
-        '--save-dir-cloud',
-        str(root / 'cloud'),
-        '--merge-stages',
-        '0,3',
-        '--merge-cloud-stages',
-        '1,2',
-    ]
-
-
-def complete(root):
-    """Both outputs with their trackers and nothing else: split gives the source's layers back."""
-    return tree(root) == sorted(
-        f'{side}{rest}'
-        for side in ('cloud', 'edge')
-        for rest in (
-            '',
-            f'/{ITERATION}',
-            f'/{ITERATION}/mp_rank_00',
-            f'/{ITERATION}/mp_rank_00/model_optim_rng.pt',
-            f'/{TRACKER}',
-        )
-    )
-
-
-@pytest.mark.parametrize('failing', [0, 1])
-def test_failure_on_one_side_leaves_neither(failing, pp4, tmp_path, capsys, monkeypatch):
-    write, calls = torch_file.write, []
-
-    def fail(path, *args):
-        calls.append(path)
-        if len(calls) == failing + 1:
-            path.write_bytes(b'half')
-            raise OSError(28, 'No space left on device')
-        return write(path, *args)
-
-    monkeypatch.setattr(torch_file, 'write', fail)
-    assert main([*sides_command(pp4, tmp_path), '--workers', '1']) == 1
-    assert re.fullmatch(
-        r'error: .*model_optim_rng.pt: can\'t be written: No space left on device\n',
-        capsys.readouterr().err,
-    )
-    assert tree(tmp_path) == []
-
-
-def test_full_disk(pp4, tmp_path, capsys, monkeypatch):
-    """The writer itself runs into the error, in the middle of ``torch.save``."""
-
-    class FullFile(io.FileIO):
-        def write(self, data):
-            if self.tell() > 20000:
-                raise OSError(28, 'No space left on device')
-            return super().write(data[:10000])  # and writes only a part at a time before
-
-    opened = open
-    monkeypatch.setattr(
-        torch_file,
-        'open',
-        lambda path, mode, **kw: FullFile(path, 'x') if mode == 'xb' else opened(path, mode, **kw),
-        raising=False,
-    )
-    assert main(sides_command(pp4, tmp_path)) == 1
-    assert 'No space left on device' in capsys.readouterr().err
-    assert tree(tmp_path) == []
-
-
-STEPS = [
-    'staged',
-    'edge written',
-    'synced',
-    'renamed 1',
-    'renamed 2',
-    'unmarking',
-    'unmarked',
-    'tracker staged',
-    'tracked',
-]
-COMMITTED = STEPS.index('unmarked')
-
-
-def stopped_at(name, command, signum):
-    """Run a command in a child that gets a signal at a step; its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            write = torch_file.write
-
-            def step(reached):
-                if reached == name:
-                    os.kill(os.getpid(), signum)
-
-            def written(path, *args):
-                write(path, *args)
-                if 'edge' in str(path):
-                    step('edge written')
-
-            publish.step, torch_file.write = step, written
-            os._exit(main([*command, '--workers', '1']))
-        finally:
-            os._exit(99)
-    return os.waitpid(child, 0)[1]
-
-
-@pytest.mark.parametrize('name', STEPS)
-def test_killed_run_leaves_both_or_neither(name, pp4, tmp_path):
-    """After SIGKILL at any step a second run ends with both outputs, whole."""
-    command = sides_command(pp4, tmp_path)
-    assert os.waitstatus_to_exitcode(stopped_at(name, command, signal.SIGKILL)) == -signal.SIGKILL
-    visible = [(tmp_path / side / ITERATION).exists() for side in ('edge', 'cloud')]
-    if name not in ('renamed 1',):
-        assert visible[0] == visible[1]
-    trackers = [(tmp_path / side / TRACKER).exists() for side in ('edge', 'cloud')]
-    assert not any(trackers) or all(visible)
-    again = main(command)
-    if STEPS.index(name) >= STEPS.index('renamed 2'):  # all was in place: complete, or made so
-        assert again == 1 and all(visible)
-    else:
-        assert again == 0
-        assert complete(tmp_path)
-    for side, stages in (('edge', (0, 3)), ('cloud', (1, 2))):
-        found = load(tmp_path / side, '00')
-        for chunk, stage in enumerate(stages):
-            assert same(found[f'model{chunk}'], load(pp4, f'00_00{stage}')['model']) == []
-
-
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize('name', STEPS[:COMMITTED])
-def test_stopped_run_leaves_nothing(name, signum, pp4, tmp_path):
-    status = os.waitstatus_to_exitcode(stopped_at(name, sides_command(pp4, tmp_path), signum))
-    if complete(tmp_path):  # the signal came too late to stop the commit
-        assert STEPS.index(name) >= STEPS.index('synced')
-        return
-    assert status == 128 + signum
-    assert tree(tmp_path) == []
-
-
-def test_runs_as_a_script_from_anywhere(tmp_path):
-    script = Path(__file__).parents[4] / 'tools/checkpoint/convert_ckpt_pp_vpp.py'
-    done = subprocess.run(
-        [
-            sys.executable,
-            script,
-            'merge',
-            '--load-dir',
-            tmp_path,
-            '--save-dir',
-            tmp_path / 'x',
-            '--pipeline-size',
-            '2',
-        ],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 1 and done.stdout == ''
-    assert done.stderr.count('\n') == 1 and 'latest_checkpointed' in done.stderr
-
-
-def test_script_converts_in_a_process_that_has_not_loaded_megatron(pp4, tmp_path):
-    """The list of safe classes is core's: the tool itself must have it registered."""
-    script = Path(__file__).parents[4] / 'tools/checkpoint/convert_ckpt_pp_vpp.py'
-    words = MERGE.replace('SRC', str(pp4)).replace('OUT', str(tmp_path / 'out')).split()
-    done = subprocess.run([sys.executable, script, *words], text=True, capture_output=True)
-    assert (done.returncode, done.stderr) == (0, '')
-    assert same(load(tmp_path / 'out', '00_001')['model1'], load(pp4, '00_003')['model']) == []

@@ -1,0 +1,292 @@
+"""Weighted merge: the command line."""
+
+import json
+
+import pytest
+from megatron.core import dist_checkpointing
+
+from tests.unit_tests.tools.checkpoint.handmade import (
+    assert_same,
+    copied,
+    load_tensors,
+    plain_merge,
+    tree,
+)
+from tools.checkpoint.weighted_merge import checkpoint_coefficients, main
+from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / 'out'
+
+
+def cli(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_manual_mode_with_colons_in_a_path_and_a_root(five, tmp_path, capsys):
+    root, paths, models = five
+    odd = copied(paths[0], tmp_path / 'a:0.5:b')
+    assert (
+        cli('--merge-inputs', f'{odd}:0.25', f'{root}:0.75', '--merge-output', tmp_path / 'out')
+        == 0
+    )
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[4]], [0.25, 0.75]))
+    assert not (tmp_path / 'latest_checkpointed_iteration.txt').exists()
+    assert 'warning' not in capsys.readouterr().out
+
+
+def test_weights_are_used_exactly_with_a_warning_or_normalised(five, tmp_path, capsys):
+    _, paths, models = five
+    pairs = [f'{paths[0]}:3', f'{paths[1]}:-1']
+    assert cli('--merge-inputs', *pairs, '--merge-output', tmp_path / 'a') == 0
+    assert 'weights sum to 2 (smallest -1)' in capsys.readouterr().out
+    assert_same(load_tensors(tmp_path / 'a'), plain_merge(models[:2], [3, -1]))
+    assert cli('--merge-inputs', *pairs, '--normalize', '--merge-output', tmp_path / 'b') == 0
+    assert_same(load_tensors(tmp_path / 'b'), plain_merge(models[:2], [1.5, -0.5]))
+
+
+def test_range_mode(five, tmp_path, capsys):
+    root, _, models = five
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            150,
+            '--end-checkpoint',
+            400,
+            '--merge-style',
+            'minus-sqrt',
+            '--merge-output',
+            tmp_path,
+        )
+        == 0
+    )
+    out = tmp_path / 'iter_0000400'
+    weights = list(checkpoint_coefficients([200, 300, 400], 'minus-sqrt').values())
+    assert_same(load_tensors(out), plain_merge(models[1:4], weights))
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400'
+    common = dist_checkpointing.load_common_state_dict(str(out))
+    provenance = common['weighted_merge_provenance']
+    assert common['iteration'] == 400
+    assert provenance['iterations'] == [200, 300, 400] and provenance['weights'] == weights
+    assert provenance['merge_style'] == 'minus-sqrt'
+    assert provenance['implementation'] == 'dcp-metadata-same-layout'
+    assert provenance['common_state_source'].endswith('iter_0000400')
+    assert provenance['extra_state_source'].endswith('iter_0000200')
+
+
+def test_range_interval_walks_back_from_the_end(five, tmp_path):
+    root, _, models = five
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            0,
+            '--end-checkpoint',
+            500,
+            '--min-iteration-interval',
+            150,
+            '--min-checkpoints',
+            3,
+            '--merge-output',
+            tmp_path / 'iter_0000007',
+            '--output-iteration',
+            7,
+        )
+        == 0
+    )
+    kept = [models[0], models[2], models[4]]
+    assert_same(load_tensors(tmp_path / 'iter_0000007'), plain_merge(kept, [1 / 3] * 3))
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7'
+
+
+@pytest.mark.parametrize(
+    'name, text',
+    [
+        ('w.json', '{"100": 0.75, "200": 0.25}'),
+        ('w.yaml', '100: 0.75\n200: 0.25\n'),
+    ],
+)
+def test_coefficients_file(five, tmp_path, name, text):
+    root, _, models = five
+    (tmp_path / name).write_text(text)
+    assert (
+        cli(
+            '--merge-inputs',
+            root,
+            '--start-checkpoint',
+            100,
+            '--end-checkpoint',
+            200,
+            '--coefficients',
+            tmp_path / name,
+            '--merge-output',
+            tmp_path / 'out',
+        )
+        == 0
+    )
+    assert_same(load_tensors(tmp_path / 'out/iter_0000200'), plain_merge(models[:2], [0.75, 0.25]))
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('{"100": 0.75}', 'without a weight: [200]'),
+        ('{"100": 1, "200": 1, "3": 1}', 'not in the'),
+        ('[1]', 'holds list'),
+        ('{', 'no JSON'),
+        ('{"100": "x", "200": 1}', 'expected an iteration'),
+        ('{"100": 1, "100": 2, "200": 1}', '100 twice'),
+        ('{"100": NaN, "200": 1}', 'not finite'),
+        ('{"100": true, "200": 1}', 'expected an iteration'),
+    ],
+)
+def test_coefficients_file_that_is_wrong(five, tmp_path, capsys, text, message):
+    (tmp_path / 'w.json').write_text(text)
+    assert (
+        cli(
+            '--merge-inputs',
+            five[0],
+            '--start-checkpoint',
+            100,
+            '--end-checkpoint',
+            200,
+            '--coefficients',
+            tmp_path / 'w.json',
+            '--merge-output',
+            tmp_path / 'out',
+        )
+        == 1
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(five, tmp_path, capsys):
+    root, paths, _ = five
+    before = tree(tmp_path)
+    assert (
+        cli(
+            '--merge-inputs',
+            f'{paths[0]}:0.5',
+            f'{paths[1]}:0.5',
+            '--dry-run',
+            '--verify',
+            '--merge-output',
+            tmp_path / 'deep/out',
+            '--output-iteration',
+            5,
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    for part in (str(paths[1]), 'weight 0.5', '6 tensors', 'deep/out/iter_0000005', 'to read by 1'):
+        assert part in text
+    assert tree(tmp_path) == before and not (tmp_path / 'deep').exists()
+
+
+def test_report_and_its_json(five, tmp_path, capsys):
+    _, paths, _ = five
+    assert (
+        cli(
+            '--merge-inputs',
+            f'{paths[0]}:0.5',
+            f'{paths[1]}:0.5',
+            '--merge-output',
+            tmp_path / 'out',
+            '--report-json',
+            tmp_path / 'r.json',
+        )
+        == 0
+    )
+    text = capsys.readouterr().out
+    for part in ('discovery', 'load', 'accumulate', 'save', 'peak host memory', '/s, wrote'):
+        assert part in text
+    report = json.loads((tmp_path / 'r.json').read_text())
+    assert report['averaged_tensors'] == 6 and report['copied_extra_states'] == 1
+    assert report['timings']['total'] > 0 and report['output_dir'] == str(tmp_path / 'out')
+    written = sum(len(data) for data in tree(tmp_path / 'out').values())
+    assert report['bytes_written'] == written
+
+
+@pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
+def test_byte_accounting(five, out, accounting):
+    result = merge(five[1][:2], [0.5, 0.5], out, byte_accounting=accounting)
+    written = sum(len(data) for data in tree(out).values())
+    tensors = sum(t.nbytes for t in five[2][0].values())
+    assert result.bytes_written == written or (
+        accounting == 'none' and tensors < result.bytes_written < written
+    )
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        [],
+        ['--merge-inputs', 'a:1'],
+        ['--merge-output', 'o'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'sqrt'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'linear'],
+        [
+            '--merge-inputs',
+            'a',
+            'b',
+            '--merge-output',
+            'o',
+            '--start-checkpoint',
+            '1',
+            '--end-checkpoint',
+            '2',
+        ],
+        [
+            '--merge-inputs',
+            'a',
+            '--merge-output',
+            'o',
+            '--start-checkpoint',
+            '1',
+            '--end-checkpoint',
+            '2',
+            '--normalize',
+        ],
+        ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_help_is_complete(capsys):
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    text = ' '.join(capsys.readouterr().out.split())
+    for part in ('OLDEST', '--coefficient-seed', '--keep-fp32', '--trust-checkpoints', 'torchrun'):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    'extra, message',
+    [
+        (['--start-checkpoint', 300, '--end-checkpoint', 200], 'lies after'),
+        (
+            ['--start-checkpoint', 100, '--end-checkpoint', 250],
+            'no checkpoint of iteration 250; found',
+        ),
+        (
+            ['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2],
+            'asks for 2',
+        ),
+        (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
+    ],
+)
+def test_ranges_that_are_wrong(five, tmp_path, capsys, extra, message):
+    assert cli('--merge-inputs', five[0], *extra, '--merge-output', tmp_path / 'out') == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count('\n') == 1
+    assert not (tmp_path / 'out').exists()

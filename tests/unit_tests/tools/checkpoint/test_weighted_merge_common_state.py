@@ -1,0 +1,125 @@
+"""Weighted merge: where the output goes, its common state and `_extra_state`."""
+
+import argparse
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+
+from tests.unit_tests.tools.checkpoint.handmade import (
+    copied,
+    model_tensors,
+    set_common_form,
+    write_checkpoint,
+)
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
+
+
+def test_output_directory_names(five, tmp_path):
+    _, paths, _ = five
+    pair, weights = paths[:2], [0.5, 0.5]
+    assert merge(pair, weights, tmp_path / 'a', 7).output_dir == tmp_path / 'a/iter_0000007'
+    named = tmp_path / 'b/iter_0000007'
+    assert merge(pair, weights, named, 7).output_dir == named
+    with pytest.raises(CheckpointError, match='another iteration, expected iter_0000008'):
+        merge(pair, weights, tmp_path / 'c/iter_0000007', 8)
+    with pytest.raises(CheckpointError, match='exists'):
+        merge(pair, weights, tmp_path / 'a', 7)
+    (tmp_path / 'link').symlink_to(pair[0])
+    with pytest.raises(CheckpointError, match='inside the input'):
+        merge(pair, weights, tmp_path / 'link' / 'below')
+    with pytest.raises(CheckpointError, match='inside the input'):
+        merge(pair, weights, paths[0] / 'out')
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'link']
+
+
+def test_common_state_forms_mix_and_the_iteration_decides(five, tmp_path):
+    _, paths, _ = five
+    legacy = copied(paths[1], tmp_path / 'iter_0000200')
+    args = argparse.Namespace(iteration=200, lr=0.5)
+    set_common_form(legacy, {'iteration': 200, 'args': args, 'who': 'legacy'}, 'legacy')
+    bare = copied(paths[2], tmp_path / 'bare')
+    set_common_form(bare, None, None)
+    weights = [0.2, 0.3, 0.5]
+
+    embedded = copied(paths[0], tmp_path / 'iter_0000100')
+    set_common_form(embedded, {'iteration': 100}, 'embedded')
+    inputs = [bare, embedded, legacy]
+
+    def common(iteration, name):
+        out = merge(inputs, weights, tmp_path / name, iteration).output_dir
+        return dist_checkpointing.load_common_state_dict(str(out))
+
+    state = common(200, 'a')
+    assert state['who'] == 'legacy' and state['args'].lr == 0.5
+    state = common(9, 'b')  # no input records it: the first that has common state
+    assert state['iteration'] == 9 and 'who' not in state
+    inputs, weights = inputs[::-1], weights[::-1]
+    state = common(9, 'c')
+    assert state['iteration'] == 9 and state['args'].iteration == 9 and state['who'] == 'legacy'
+    assert torch.load(legacy / 'common.pt')['args'].iteration == 200
+
+
+def test_model_shards_only_and_a_given_common_state(five, tmp_path):
+    _, paths, models = five
+    bare = [copied(path, tmp_path / path.name) for path in paths[:2]]
+    for path in bare:
+        set_common_form(path, None, None)
+    result = merge(bare, [0.5, 0.5], tmp_path / 'none')
+    assert any('no input has common state' in text for text in result.warnings)
+    state = torch.load(tmp_path / 'none/common.pt')
+    assert list(state) == ['weighted_merge_provenance']
+    given = copied(paths[2], tmp_path / 'given')
+    merge(bare, [0.5, 0.5], tmp_path / 'out', 300, common_state_checkpoint=given, verify=True)
+    state = torch.load(tmp_path / 'out/iter_0000300/common.pt')
+    assert state['iteration'] == 300
+    assert state['weighted_merge_provenance']['extra_state_source'] == str(given)
+    with pytest.raises(CheckpointError, match='records iteration 300, but --output-iteration is 5'):
+        merge(bare, [0.5, 0.5], tmp_path / 'x', 5, common_state_checkpoint=given)
+    with pytest.raises(CheckpointError, match='no common state'):
+        merge(bare, [0.5, 0.5], tmp_path / 'x', 5, common_state_checkpoint=bare[0])
+    assert not (tmp_path / 'x').exists()
+
+
+def test_both_forms_or_another_embedded_layout_are_refused(five, tmp_path):
+    both = copied(five[1][0], tmp_path / 'both')
+    set_common_form(both, {'iteration': 100}, 'embedded')
+    torch.save({'iteration': 100}, both / 'common.pt')
+    with pytest.raises(CheckpointError, match='common state both in'):
+        merge([both], [1], tmp_path / 'out')
+    other = copied(five[1][0], tmp_path / 'other')
+    set_common_form(other, {'iteration': 100}, 'embedded')
+    metadata = dcp.FileSystemReader(other).read_metadata()
+    entries = metadata.state_dict_metadata
+    entries['common_state/shard_0_2'] = entries.pop('common_state/shard_0_1')
+    (other / '.metadata').write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match='stored as common_state/shard_0_2'):
+        merge([other], [1], tmp_path / 'out')
+
+
+def test_extra_state_comes_from_the_chosen_input(tmp_path):
+    key = 'decoder.layers.mlp.linear_fc1._extra_state'
+    paths = [
+        write_checkpoint(tmp_path / f'{i}', model_tensors(i), extra_states={key: data})
+        for i, data in enumerate([b'zero', b'one'])
+    ]
+
+    def stored(out):
+        state = {f'{key}/shard_0_1': io.BytesIO()}
+        planner = dcp.DefaultLoadPlanner()
+        found = {}
+        planner.load_bytes = lambda item, value: found.update({item.dest_index.fqn: value})
+        dcp.load(state, checkpoint_id=out, no_dist=True, planner=planner)
+        return torch.load(found[f'{key}/shard_0_1'], weights_only=True)
+
+    for index, expected in ((None, b'zero'), (0, b'zero'), (1, b'one')):
+        out = merge(
+            paths, [0.5, 0.5], tmp_path / f'out{index}', extra_state_source_index=index
+        ).output_dir
+        assert stored(out) == [expected]
+    with pytest.raises(CheckpointError, match='expected 0 to 1'):
+        merge(paths, [0.5, 0.5], tmp_path / 'x', extra_state_source_index=2)
