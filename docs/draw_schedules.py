@@ -34,13 +34,17 @@ def panel(name: str, left: int, top: int) -> list[str]:
             f'<rect x="{x + 3:.1f}" y="{base - height:.1f}" width="{step - 6:.1f}" '
             f'height="{height:.1f}" fill="{BAR}"><title>{weight:.6f}</title></rect>'
         )
+        parts.append(
+            f'<text x="{x + step / 2:.1f}" y="{base + 11}" font-size="8" text-anchor="middle">'
+            f'{weight:.3f}</text>'
+        )
         remaining -= weight
         points.append(f'{x + step:.1f},{top + HEIGHT * (1 - remaining):.1f}')
     parts.append(
         f'<polyline points="{" ".join(points)}" fill="none" stroke="{CURVE}" stroke-width="2"/>'
     )
-    parts.append(f'<text x="{left}" y="{base + 16}">oldest</text>')
-    parts.append(f'<text x="{left + WIDTH}" y="{base + 16}" text-anchor="end">newest</text>')
+    parts.append(f'<text x="{left}" y="{base + 26}">oldest</text>')
+    parts.append(f'<text x="{left + WIDTH}" y="{base + 26}" text-anchor="end">newest</text>')
     return parts
 
 
@@ -48,7 +52,7 @@ def draw() -> str:
     """The whole picture, two schedules a row."""
     rows = (len(SCHEDULES) + 1) // 2
     width, row = 2 * WIDTH + 3 * GAP, HEIGHT + 3 * GAP
-    height = rows * row + GAP
+    height = rows * row + 2 * GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" font-family="sans-serif" font-size="12" fill="{INK}">',
@@ -56,10 +60,13 @@ def draw() -> str:
     ]
     for index, name in enumerate(SCHEDULES):
         parts += panel(name, GAP + index % 2 * (WIDTH + GAP), GAP + 16 + index // 2 * row)
-    parts.append(
-        f'<text x="{GAP}" y="{height - 10}">bars: weights of {COUNT} checkpoints; '
-        'line: the learning-rate decay they stand for, from 1 to 0</text>'
-    )
+    for line, text in enumerate(
+        (
+            f'bars: weights of {COUNT} checkpoints, on one scale',
+            'line: the decay of the learning rate that they stand for, from 1 to 0',
+        )
+    ):
+        parts.append(f'<text x="{GAP}" y="{height - 30 + 16 * line}">{text}</text>')
     return '\n'.join([*parts, '</svg>']) + '\n'
 
 

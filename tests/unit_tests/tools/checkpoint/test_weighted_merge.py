@@ -154,6 +154,15 @@ def test_one_checkpoint_with_weight_one_comes_back(five, out):
     assert_same(load_tensors(out), models[0])
 
 
+def test_sixty_four_checkpoints_and_zero_weights(tmp_path):
+    paths, models = write_run(tmp_path, range(1, 65))
+    weights = [0.0 if i % 3 else i / 64 for i in range(64)]
+    merge(paths, weights, tmp_path / 'out', threads=2, verify=True)
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, weights))
+    merge(paths[:2], [0.0, 0.0], tmp_path / 'zero')
+    assert not any(value.any() for value in load_tensors(tmp_path / 'zero').values())
+
+
 def test_merging_its_own_balanced_output_again(five, tmp_path):
     _, paths, models = five
     merge(paths[:2], [0.5, 0.5], tmp_path / 'a', balance_rank_work=True)
@@ -243,22 +252,46 @@ def test_nonfinite_inputs(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    'value, weights, save',
+    'dtype, value, weights, save, advice',
     [
-        (6e4, [2, 0], 'float16'),
-        (-7e4, [1, 0], 'float16'),
-        (3e38, [2, 0], 'same'),
-        (3e38, [2, -1], 'same'),
-        (3.397e38, [1, 0], 'bfloat16'),
-        (3e38, [1.2, 0], 'float32'),
+        ('float32', 6e4, [2, 0], 'float16', 'is beyond float16 (65504); use --merge-save-dtype bf'),
+        ('float32', -7e4, [1, 0], 'float16', '-70000 is beyond float16'),
+        ('float16', 6e4, [2, 0], 'same', 'use --merge-save-dtype bfloat16 or float32, or smaller'),
+        ('float32', 3.397e38, [1, 0], 'bfloat16', 'use --merge-save-dtype float32, or smaller'),
+        ('bfloat16', 3.389e38, [1.003, 0], 'same', 'use --merge-save-dtype float32, or smaller'),
+        (
+            'bfloat16',
+            3e38,
+            [2, 0],
+            'same',
+            'range of fp32, in which it is computed (3.4e38); use s',
+        ),
+        ('float32', 3e38, [2, 0], 'same', 'range of fp32'),
+        ('float32', 3e38, [2, -1], 'same', 'range of fp32'),
+        ('float32', 3e38, [1.2, 0], 'float32', 'range of fp32'),
+        ('float32', 3e38, [1.2, 0], 'float16', 'range of fp32'),
+        ('float64', 3e38, [2, 0], 'same', 'range of fp32'),
+        (
+            'float64',
+            1e300,
+            [1, 0],
+            'same',
+            'float64 values beyond fp32, in which sums are computed',
+        ),
+        ('float64', 1e300, [1e-300, 0], 'float32', 'no --merge-save-dtype merges them'),
+        ('float64', -1e39, [0, 1], 'bfloat16', 'bad/__0_0.distcp holds float64 values'),
+        ('float64', 7e4, [1, 0], 'float16', 'use --merge-save-dtype bfloat16 or float32'),
     ],
 )
-def test_overflow_of_merge_or_cast_ends_the_run(tmp_path, value, weights, save):
-    bad, _ = with_value(tmp_path, 'bad', value, torch.float32)
-    good = write_checkpoint(tmp_path / 'good', model_tensors(4, torch.float32))
+def test_overflow_of_merge_or_cast_ends_the_run(tmp_path, dtype, value, weights, save, advice):
+    """The message says where the value is lost, and what would keep it."""
+    dtype = getattr(torch, dtype)
+    bad, _ = with_value(tmp_path, 'bad', value, dtype)
+    good = write_checkpoint(tmp_path / 'good', model_tensors(4, dtype))
     for allow in (False, True):
-        with pytest.raises(CheckpointError, match='output_layer.weight: the merged value'):
+        with pytest.raises(CheckpointError, match='output_layer.weight: the merged val') as caught:
             merge([bad, good], weights, tmp_path / 'out', save_dtype=save, allow_nonfinite=allow)
+        assert advice in str(caught.value), caught.value
     assert not (tmp_path / 'out').exists()
 
 

@@ -206,8 +206,10 @@ def test_report_and_its_json(five, tmp_path, capsys):
     text = capsys.readouterr().out
     for part in ('discovery', 'load', 'accumulate', 'save', 'peak host memory', '/s, wrote'):
         assert part in text
+    assert 'above what was loaded before the merge (Python, torch): ' in text
     report = json.loads((tmp_path / 'r.json').read_text())
     assert report['averaged_tensors'] == 6 and report['copied_extra_states'] == 1
+    assert 0 <= report['merge_memory'][0] < report['peak_memory'][0]
     assert report['timings']['total'] > 0 and report['output_dir'] == str(tmp_path / 'out')
     written = sum(len(data) for data in tree(tmp_path / 'out').values())
     assert report['bytes_written'] == written

@@ -43,8 +43,7 @@ STEPS = [
     'synced',
     'renamed 1',
     'unmarked',
-    'tracker staged',
-    'tracked',
+    'tracked 1',
 ]
 REPOSITORY = Path(__file__).resolve().parents[4]
 WEIGHTS = [0.5, 0.3, 0.2]
@@ -174,14 +173,15 @@ def start_root(tmp_path, name):
 
 
 def check_next_run(root, paths, expected, state):
+    """The same run again ends with the new directory and tracker, and nothing beside them."""
     if state == 'old':
         merged_into(root, paths)
     else:
         with pytest.raises(CheckpointError, match='exists'):
             merged_into(root, paths)
     assert state_of(root, expected) == 'new'
-    if state == 'old':
-        assert sorted(os.listdir(root)) == ['iter_0000007', 'latest_checkpointed_iteration.txt']
+    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7'
+    assert sorted(os.listdir(root)) == ['iter_0000007', 'latest_checkpointed_iteration.txt']
 
 
 @pytest.mark.parametrize('victim', STEPS)
@@ -221,6 +221,40 @@ def test_sigkill_at_random_times(run, expected, tmp_path):
         states.append(state_of(root, expected))
         check_next_run(root, run[0], expected, states[-1])
     assert 'old' in states
+
+
+def test_a_dry_run_leaves_what_a_killed_run_left(run, tmp_path, capsys):
+    root = start_root(tmp_path, 'root')
+
+    def die():
+        publish.step = lambda name: name == 'unmarked' and os.kill(os.getpid(), signal.SIGKILL)
+        merged_into(root, run[0])
+
+    os.waitpid(forked(die), 0)
+    before = tree(root)
+    pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
+    again = ['--merge-inputs', *pairs, '--merge-output', str(root), '--output-iteration', '7']
+    assert main([*again, '--dry-run']) == 1
+    assert 'exists' in capsys.readouterr().err and tree(root) == before
+    assert main(again) == 1
+    assert 'nothing is left to do' in capsys.readouterr().err
+    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7'
+
+
+def test_no_process_is_started_while_locks_are_held(run, tmp_path, monkeypatch):
+    """A child has its parent's locks until it executes: what the killed run left would stay."""
+    held, started = [], []
+    start = subprocess.Popen.__init__
+
+    def record(self, *arguments, **options):
+        started.append(bool(held))
+        start(self, *arguments, **options)
+
+    monkeypatch.setattr(subprocess.Popen, '__init__', record)
+    monkeypatch.setattr(os, 'fork', lambda: started.append(bool(held)))
+    monkeypatch.setattr(publish, 'step', held.append)
+    merge(run[0], WEIGHTS, tmp_path / 'out', 7, verify=True, save_integrity=True)
+    assert held[-1] == 'tracked 1' and not any(started)
 
 
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
