@@ -1,6 +1,7 @@
 """Convert legacy Megatron checkpoints between pipeline stages and virtual pipeline chunks."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -290,7 +291,7 @@ def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
 def _need_sources(args: argparse.Namespace) -> None:
     for name in ('load_dir', 'load_dir_edge', 'load_dir_cloud'):
         root = getattr(args, name, None)
-        if root is not None and not root.is_dir():
+        if root is not None and not os.path.isdir(root):
             raise Misuse(f'{root}: no such directory')
 
 

@@ -4,6 +4,7 @@ All of Megatron's formats share this layout: a root that holds one directory per
 (or ``release/``) and a tracker file that names the one to load.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -109,10 +110,9 @@ def resolve_checkpoint(path: str | Path) -> Path:
         CheckpointError: neither; the message says what was found instead
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(
-            f'{path}: ' + ('is a file, expected a directory' if path.exists() else "doesn't exist")
-        )
+    if not os.path.isdir(path):
+        found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"
+        raise CheckpointError(f'{path}: {found}')
     if (path / CONFIG_NAME).exists():
         return path
     if (path / TRACKER_NAME).exists():

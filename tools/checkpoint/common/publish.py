@@ -16,29 +16,32 @@ An error or signal before the commit removes what was staged and renamed. What a
 is hidden, has a name of its own, and is removed by the next run that publishes the same target; a
 run killed between 4 and 5 has left its trackers' temporary files, and the next run puts them in
 place. Who reads by the trackers sees the old state or the new one at every moment.
-
-The lock is what tells a killed run from a running one. A child that a run forks has the lock too,
-and until it executes something else may outlive the run: nothing starts one while it publishes.
 """
 
-import errno
-import fcntl
-import glob
 import os
-import shutil
 import signal
-import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
 from .errors import CheckpointError
 from .paths import TRACKER_NAME
+from .staging import (
+    abandoned,
+    fsync,
+    fsync_directory,
+    fsync_tree,
+    leftovers,
+    make_locked,
+    remove_leftovers,
+    remove_tree,
+    staging_path,
+    staging_prefix,
+)
 
 UNPUBLISHED = '.unpublished'
 
@@ -121,9 +124,9 @@ class Publication:
                 parent.mkdir(exist_ok=True)
                 self._made_parents.append(parent)
             remove_leftovers(target)
-            staging = _staging_path(target, self._token)
+            staging = staging_path(target, self._token)
             self.staging[target] = staging
-            self._locks.append(_make_locked(staging, Path.mkdir))
+            self._locks.append(make_locked(staging, Path.mkdir))
             if len(self.targets) > 1:
                 (staging / UNPUBLISHED).touch()
         except OSError as error:
@@ -166,9 +169,9 @@ class Publication:
 
     def _stage_tracker(self, root: Path, text: str) -> None:
         remove_leftovers(root / TRACKER_NAME)
-        temporary = _staging_path(root / TRACKER_NAME, self._token)
+        temporary = staging_path(root / TRACKER_NAME, self._token)
         self._new_trackers[root] = temporary
-        self._locks.append(_make_locked(temporary, lambda path: path.open('x').close()))
+        self._locks.append(make_locked(temporary, lambda path: path.open('x').close()))
         with temporary.open('w') as file:
             file.write(text)
             file.flush()
@@ -269,10 +272,10 @@ def recover(targets: Sequence[Path], trackers: Mapping[Path, str]) -> bool:
     Returns:
         whether a tracker was written
     """
-    present = [target for target in targets if target.exists()]
+    present = [target for target in targets if os.path.exists(target)]
     marked = [target for target in present if (target / UNPUBLISHED).exists()]
     with ExitStack() as locks:
-        if not all(locks.enter_context(_unlocked(target)) for target in marked):
+        if not all(locks.enter_context(abandoned(target)) for target in marked):
             return False
         if len(present) == len(targets):
             unmark(marked)
@@ -289,10 +292,10 @@ def _finish_tracker(root: Path, text: str, targets: Sequence[Path]) -> bool:
     One written since then counts instead.
     """
     tracker = root / TRACKER_NAME
-    for temporary in _leftovers(tracker):
-        with _unlocked(temporary) as unlocked:
-            token = temporary.name.removeprefix(_staging_prefix(tracker))
-            renamed = not any(_staging_path(target, token).exists() for target in targets)
+    for temporary in leftovers(tracker):
+        with abandoned(temporary) as unlocked:
+            token = temporary.name.removeprefix(staging_prefix(tracker))
+            renamed = not any(staging_path(target, token).exists() for target in targets)
             if unlocked and renamed and temporary.read_text() == text:
                 if not _written_since(tracker, temporary):
                     _replace_tracker(root, temporary, text)
@@ -302,32 +305,6 @@ def _finish_tracker(root: Path, text: str, targets: Sequence[Path]) -> bool:
 
 def _written_since(path: Path, other: Path) -> bool:
     return path.exists() and path.stat().st_mtime_ns > other.stat().st_mtime_ns
-
-
-def remove_leftovers(target: Path) -> None:
-    """Remove what was staged for ``target`` by processes of this host that are gone."""
-    for path in _leftovers(target):
-        with _unlocked(path) as unlocked:
-            if not unlocked:
-                continue
-            if path.is_dir():
-                remove_tree(path)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def _leftovers(target: Path) -> list[Path]:
-    """What processes of this host have staged for ``target``."""
-    return sorted(target.parent.glob(glob.escape(_staging_prefix(target)) + '*'))
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a directory, also while a writer thread that is being stopped still adds files."""
-    for _ in range(20):
-        shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
-            return
-        time.sleep(0.05)
 
 
 def _replace_tracker(root: Path, temporary: Path, text: str) -> None:
@@ -341,92 +318,3 @@ def _replace_tracker(root: Path, temporary: Path, text: str) -> None:
             f"{tracker}: can't be replaced: {error.strerror}; the output itself is complete: "
             f'write {text} into this file to have it loaded'
         ) from error
-
-
-def fsync_tree(directory: Path) -> None:
-    """Flush every file and directory below ``directory``, and itself."""
-    for path in _files(directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    for parent, _, _ in os.walk(directory):
-        fsync_directory(parent)
-
-
-def fsync_directory(directory: str | Path) -> None:
-    """Flush a directory's entries; file systems that can't do so are left alone."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync(descriptor: int) -> None:
-    """``os.fsync`` that passes over file systems without it, and not over a full disk.
-
-    Raises:
-        OSError: data could not be stored
-    """
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
-            raise
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(directory):
-        yield from (Path(parent) / name for name in names)
-
-
-def _staging_prefix(target: Path) -> str:
-    return f'.{target.name}.tmp-{socket.gethostname()}-'
-
-
-def _staging_path(target: Path, token: str) -> Path:
-    return target.parent / (_staging_prefix(target) + token)
-
-
-def _make_locked(path: Path, make: Callable[[Path], object]) -> int:
-    """Make a path, its mode after the umask and the parent, and lock it; returns the lock.
-
-    Between the two a run that looks for leftovers may take it for one: then it is made again.
-    """
-    while True:
-        make(path)
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # no locks here (some network file systems): leftovers stay, hidden
-            return descriptor
-        if path.exists():
-            return descriptor
-        os.close(descriptor)
-
-
-@contextmanager
-def _unlocked(path: Path) -> Iterator[bool]:
-    """Whether the process that staged ``path`` is known to be gone; locked for the length of it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked = True
-    except OSError:
-        unlocked = False
-    try:
-        yield unlocked
-    finally:
-        os.close(descriptor)

@@ -148,7 +148,8 @@ def _existing_group() -> Iterator[Ranks]:
     if size == 1:
         yield Ranks()
         return
-    own = None if 'gloo' in dist.get_backend() else dist.new_group(backend='gloo', timeout=TIMEOUT)
+    usable = 'cpu:gloo' in dist.get_backend_config().split(',')
+    own = None if usable else dist.new_group(backend='gloo', timeout=TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), size, own or dist.group.WORLD)
     finally:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, one_line
 from ..common.paths import CONFIG_NAME
 from ..common.safe_load import METADATA_NAME, load_dcp_metadata
 from .geometry import Box, tiling_fault
@@ -109,6 +109,20 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     """
     source = Source(directory, read_config(directory))
     metadata = load_dcp_metadata(directory, trust=trust)
+    try:
+        _take_entries(source, metadata, model_only)
+    except CheckpointError:
+        raise
+    except Exception as error:  # fields of any type, where the file was damaged
+        raise CheckpointError(
+            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
+        ) from error
+    _check_files(source)
+    return source
+
+
+def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
+    directory = source.directory
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if _TRAINING_STATE.match(key):
@@ -134,8 +148,6 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
         )
     reshaped = getattr(metadata, 'mcore_data', None) or {}
     source.reshaped = {key: reshaped[key] for key in source.tensors if key in reshaped}
-    _check_files(source)
-    return source
 
 
 def read_config(directory: Path) -> dict[str, object]:

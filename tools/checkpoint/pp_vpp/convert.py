@@ -17,7 +17,7 @@ from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
 from .edges import refuse_stray_keys
 from .layout import ChunkId, Move, Plan
-from .optimizer_state import WAY_OUT, have_state
+from .optimizer_state import WAY_OUT
 from .rank_args import Layout
 from .rank_file import OldRank
 from .survey import SideSurvey, check_iteration, require_shards, survey
@@ -111,30 +111,25 @@ def prepare(request: Request, options: Options) -> Prepared:
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
     size, without_args = 0, 0
-    stepped: dict[bool, Job] = {}
+    stepped: dict[bool | None, Path] = {}
     for job in jobs:
-        state, _ = build(job, plan, options)
+        ranks, _ = read_ranks(job, options)
+        for rank in ranks.values():
+            stepped.setdefault(rank.stepped, rank.path)
+        state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
-        if 'optimizer' in state:
-            stepped |= dict.fromkeys(have_state(state['optimizer']), job)
-    _refuse_lost_state(stepped)
+    if True in stepped and False in stepped:
+        raise CheckpointError(
+            f'{stepped[False]}, optimizer: no state of any parameter, but {stepped[True]} has it; '
+            f'the checkpoint is damaged; {WAY_OUT}'
+        )
     notes = []
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
     if options.drop_optimizer:
         notes.append('the outputs have no optimizer state; load them with --no-load-optim')
     return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
-
-
-def _refuse_lost_state(stepped: dict[bool, Job]) -> None:
-    """All ranks take their steps together: state of parameters is in every file, or in none."""
-    if len(stepped) == 2:
-        lost, others = (', '.join(map(str, stepped[has].files.values())) for has in (False, True))
-        raise CheckpointError(
-            f'{lost}: no optimizer state of any parameter (in one of the files, where there are '
-            f'several), but {others} has it; the checkpoint is damaged; {WAY_OUT}'
-        )
 
 
 def execute(prepared: Prepared, options: Options) -> None:
@@ -179,15 +174,16 @@ def execute(prepared: Prepared, options: Options) -> None:
 _loading = threading.Lock()  # torch's safe globals are one list for all threads
 
 
-def build(
-    job: Job, plan: Plan, options: Options
-) -> tuple[dict[str, Any], dict[tuple[int, int], torch_file.Record]]:
-    """The content of a new rank file, and where its storages lie.
+Ranks = dict[tuple[str, int], OldRank]
+
+
+def read_ranks(job: Job, options: Options) -> tuple[Ranks, torch_file.Records]:
+    """The source files of a job, taken apart, and where their storages lie.
 
     Raises:
-        CheckpointError: the sources don't fit together
+        CheckpointError: one can't be read, or isn't a rank's
     """
-    ranks: dict[tuple[str, int], OldRank] = {}
+    ranks: Ranks = {}
     records: dict[tuple[int, int], torch_file.Record] = {}
     for home, path in job.files.items():
         with _loading:
@@ -195,13 +191,21 @@ def build(
         check_iteration(path, mapped.state, path.parent.parent)
         ranks[home] = rank_file.take_apart(path, mapped.state, not options.drop_optimizer)
         records |= mapped.records
+    return ranks, records
+
+
+def build(job: Job, plan: Plan, options: Options, ranks: Ranks) -> dict[str, Any]:
+    """The content of a new rank file.
+
+    Raises:
+        CheckpointError: the sources don't fit together
+    """
     _check_chunks(plan, ranks)
     chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
-    state = rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
-    return state, records
+    return rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
 
 
-def _new_chunk(move: Move, plan: Plan, ranks: dict[tuple[str, int], OldRank]) -> rank_file.NewChunk:
+def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
     def rank_of(chunk: ChunkId) -> OldRank:
         return ranks[chunk.side, chunk.rank]
 
@@ -220,7 +224,7 @@ def _new_chunk(move: Move, plan: Plan, ranks: dict[tuple[str, int], OldRank]) ->
     )
 
 
-def _check_chunks(plan: Plan, ranks: dict[tuple[str, int], OldRank]) -> None:
+def _check_chunks(plan: Plan, ranks: Ranks) -> None:
     """This shard's files must have the chunks and layers that the plan was made from."""
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
@@ -334,7 +338,8 @@ def _size(state: dict[str, Any]) -> int:
 def _write(
     job: Job, path: Path, plan: Plan, options: Options, wrote: Callable[[int], object]
 ) -> None:
-    state, records = build(job, plan, options)
+    ranks, records = read_ranks(job, options)
+    state = build(job, plan, options, ranks)
     try:
         torch_file.write(path, state, records, wrote)
     except OSError as error:

@@ -325,16 +325,6 @@ def _build_one(wrapper: dict[str, Any], groups: Sequence[Group], slots: Sequence
     return {wrapper['inner']: inner, **wrapper['others'], wrapper['masters']: masters}
 
 
-def have_state(state: Any) -> set[bool]:
-    """Whether the parameters of a rank's ``optimizer`` entry have state; both where they differ."""
-    return {
-        slot.state is not None
-        for groups in parse(state, 'optimizer').slots
-        for slots in groups
-        for slot in slots
-    }
-
-
 def equal(one: Any, other: Any) -> bool:
     """Equal values, tensors and containers of tensors included."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):

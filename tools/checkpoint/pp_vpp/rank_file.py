@@ -48,6 +48,11 @@ class OldRank:
     optimizer: RankOptimizer | None
     slots: dict[tuple[int | None, str], Slot]
 
+    @property
+    def stepped(self) -> bool | None:
+        """Whether its parameters have optimizer state: all have, or none; None without any."""
+        return next((slot.state is not None for slot in self.slots.values()), None)
+
     def stage_state(self, chunk: int | None) -> dict[str, Any]:
         """Entries that the stage of a chunk has for itself: as kept by a merge, or the rank's."""
         kept = self.state.get(STAGE_STATES)

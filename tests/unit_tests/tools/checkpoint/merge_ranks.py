@@ -101,16 +101,21 @@ def merges(rank: int, inputs: list[Path], weights: list[float], root: Path) -> l
     return outcome
 
 
-def merge_in_existing_group(
-    rank: int, inputs: list[Path], weights: list[float], root: Path
-) -> float:
-    """The caller's group is used and stays usable."""
-    dist.init_process_group('gloo')
-    merge(inputs, weights, root)
-    total = torch.tensor(float(rank + 1))
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.item()
+def merge_in_existing_groups(
+    rank: int, backends: list[str | None], inputs: list[Path], weights: list[float], root: Path
+) -> list[float]:
+    """The caller's group is used, whatever its backend, and stays usable."""
+    store, rank, size = next(dist.rendezvous('env://'))  # type: ignore[attr-defined]
+    totals = []
+    for index, backend in enumerate(backends):
+        own = dist.PrefixStore(f'{index}', store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+        merge(inputs, weights, root / f'{index}')
+        total = torch.tensor(float(rank + 1))
+        dist.all_reduce(total, group=dist.new_group(backend='gloo'))
+        totals.append(total.item())
+        dist.destroy_process_group()
+    return totals
 
 
 def merge_blind(

@@ -215,6 +215,21 @@ ONE_STAGE = {
         MERGE,
         'state of 99',
     ),
+    'state of one parameter missing': (
+        edit(pop('optimizer', 'optimizer', 'state', 3), '00_001'),
+        MERGE,
+        r'00_001/.*no state of parameter 3 \(model decoder\.layers\.\d\.\S+\), but of 22 others',
+    ),
+    'state of one file missing': (
+        edit(put({}, 'optimizer', 'optimizer', 'state'), '00_002'),
+        MERGE,
+        r'00_002/\S+, optimizer: no state of any parameter, but .*00_000.* has it',
+    ),
+    'side of a killed conversion': (
+        add_file(f'{ITERATION}/.unpublished'),
+        MERGE,
+        'marked .unpublished: one side of a conversion that was killed',
+    ),
     'shapes exchanged': (edit(exchange_shapes, '00_001'), MERGE, 'shapes don.t follow the model'),
     'frozen layer, not to be proven': (
         edit(frozen, '00_001'),

@@ -16,7 +16,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
 from tests.unit_tests.tools.checkpoint.merge_ranks import (
     merge_and_die,
     merge_blind,
-    merge_in_existing_group,
+    merge_in_existing_groups,
     merge_with_read_error,
     merges,
     start,
@@ -58,10 +58,13 @@ def test_same_bits_on_any_number_of_ranks(run, tmp_path, size):
     assert max(balanced) - min(balanced) <= max(plain) - min(plain)
 
 
-def test_existing_group_is_used_and_left(run, tmp_path):
-    found = start(2, merge_in_existing_group, run[0], WEIGHTS, tmp_path / 'out')
-    assert found == {0: 3.0, 1: 3.0}
-    assert_same(load_tensors(tmp_path / 'out'), plain_merge(run[1], WEIGHTS))
+def test_existing_groups_are_used_and_left(run, tmp_path):
+    """One that speaks gloo on the CPU itself; beside any other a gloo group of the merge's own."""
+    backends = ['gloo', 'cpu:gloo', 'cpu:gloo,cuda:gloo', 'cuda:gloo', None]
+    found = start(2, merge_in_existing_groups, backends, run[0], WEIGHTS, tmp_path)
+    assert found == dict.fromkeys(range(2), [3.0] * len(backends))
+    for index in range(len(backends)):
+        assert_same(load_tensors(tmp_path / f'{index}'), plain_merge(run[1], WEIGHTS))
 
 
 @pytest.mark.parametrize('blind', [0, 1])
