@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: arguments; those of the process where None
 
     Returns:
-        0, 1 after an error, 128 plus the number of a signal that stopped it
+        0, 1 after an error, 2 on wrong usage, 128 plus the number of a signal that stopped it
     """
     args = parser().parse_args(argv)
     try:
@@ -310,7 +310,10 @@ def main(argv: list[str] | None = None) -> int:
     except Misuse as error:
         print(f'error: {error}', file=sys.stderr)
         return 1
-    return _run(asked, args)
+    try:
+        return _run(asked, args)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(asked: 'Request', args: argparse.Namespace) -> int:

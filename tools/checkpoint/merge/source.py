@@ -60,7 +60,7 @@ class Source:
 
     Attributes:
         directory: checkpoint directory
-        config: content of ``metadata.json``
+        config: what ``metadata.json`` says about the storage of tensors
         tensors: floating model tensors by FQN
         extra_states: byte entries ``…_extra_state`` by FQN, as they stand in the metadata
         embedded_common: bytes of the common state stored as a DCP entry, if any
@@ -151,7 +151,10 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """Content of ``metadata.json``.
+    """What ``metadata.json`` says about the storage of tensors.
+
+    How common state is stored is left out: core 0.18 records it there, 0.19 no longer does, and the
+    checkpoint itself shows it.
 
     Raises:
         CheckpointError: missing, no JSON object, or another format than ``torch_dist``
@@ -161,12 +164,12 @@ def read_config(directory: Path) -> dict[str, object]:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f'{file}: no such file; the save was not finished') from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f'{file}: no readable JSON: {error}') from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f'{file}: no readable JSON: {one_line(error)}') from error
     found = config.get('sharded_backend') if isinstance(config, dict) else None
     if found != FORMAT:
         raise CheckpointError(f'{file}: format {found!r}, expected {FORMAT!r}')
-    return config
+    return {key: value for key, value in config.items() if not key.startswith('common_')}
 
 
 def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import pickle
 
 import pytest
@@ -10,8 +11,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
 from tests.unit_tests.tools.checkpoint.handmade import (
+    assert_same,
     copied,
+    load_tensors,
     model_tensors,
+    plain_merge,
     set_common_form,
     write_checkpoint,
 )
@@ -62,6 +66,28 @@ def test_common_state_forms_mix_and_the_iteration_decides(five, tmp_path):
     state = common(9, 'c')
     assert state['iteration'] == 9 and state['args'].iteration == 9 and state['who'] == 'legacy'
     assert torch.load(legacy / 'common.pt')['args'].iteration == 200
+
+
+def test_checkpoints_of_core_018_and_019_merge(five, tmp_path):
+    """They differ in where the common state lies, and in that 0.18 says so in metadata.json."""
+    _, paths, models = five
+    old, new = (copied(paths[i], tmp_path / paths[i].name) for i in (0, 1))
+    tensors = {'sharded_backend': 'torch_dist', 'sharded_backend_version': 1}
+    state = {'checkpoint_version': 3.0, 'args': argparse.Namespace(lr=0.5)}
+    set_common_form(old, {**state, 'iteration': 100}, 'legacy')
+    set_common_form(new, {**state, 'iteration': 200}, 'embedded')
+    config = {**tensors, 'common_backend': 'torch', 'common_backend_version': 1}
+    (old / 'metadata.json').write_text(json.dumps(config))
+    (new / 'metadata.json').write_text(json.dumps(tensors))
+    (new / 'integrity.json').unlink(missing_ok=True)  # of the state before set_common_form
+    expected = plain_merge(models[:2], [0.5, 0.5])
+    for name, pair in (('a', [old, new]), ('b', [new, old])):
+        for iteration in (100, 200):
+            out = merge(pair, [0.5, 0.5], tmp_path / name, iteration, verify=True).output_dir
+            assert_same(load_tensors(out), expected)
+            common = dist_checkpointing.load_common_state_dict(str(out))
+            source = common['weighted_merge_provenance']['common_state_source']
+            assert source.endswith(f'{iteration}') and common['args'].lr == 0.5
 
 
 def test_model_shards_only_and_a_given_common_state(five, tmp_path):

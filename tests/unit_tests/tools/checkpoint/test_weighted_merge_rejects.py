@@ -252,6 +252,7 @@ def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
         ({}, 'None'),
         ([], 'None'),
         ('text', 'no readable JSON'),
+        ('[' * 100_000, 'no readable JSON'),
         ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
     ],
 )
