@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO, Self, cast
 import numpy
 import torch
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, one_line
 from ..common.safe_load import load_torch
 
 _LOCAL_HEADER = struct.Struct('<26xHH')
@@ -82,7 +82,10 @@ def read(path: Path, trust: bool) -> MappedFile:
     state = load_torch(path, trust=trust, mmap=True)
     if not isinstance(state, dict):
         raise CheckpointError(f'{path}: holds {type(state).__name__}, expected a dict')
-    return MappedFile(path, state, _records(path, state))
+    try:
+        return MappedFile(path, state, _records(path, state))
+    except (zipfile.BadZipFile, struct.error, ValueError) as error:
+        raise CheckpointError(f'{path}: damaged zip directory: {one_line(error)}') from error
 
 
 def write(path: Path, state: Any, records: Records, wrote: Callable[[int], object]) -> None:

@@ -140,6 +140,6 @@ def _unprivileged(root):
                 return 2
         merge([root / 'source'], [1.0], root / 'open/out', threads=1)
     except BaseException as error:
-        print(repr(error))
+        print(repr(error), flush=True)
         return 3
     return 0
