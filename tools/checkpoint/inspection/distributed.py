@@ -64,9 +64,7 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
     counted = sum(map(_bytes, [*training.values(), *weights.values()]))
     all_tensors = sum(map(_bytes, tensors.values()))
     objects = sum(
-        info.length
-        for index, info in metadata.storage_data.items()
-        if index.fqn not in tensors
+        info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
     return CheckpointSummary(

@@ -55,9 +55,7 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
             yield Difference('global shape', key, f'{found.shape}, expected {expected.shape}')
             continue
         if found.dtype != expected.dtype:
-            yield Difference(
-                'dtype', key, f'{found.dtype}, expected {expected.dtype}', OTHER_DTYPE
-            )
+            yield Difference('dtype', key, f'{found.dtype}, expected {expected.dtype}', OTHER_DTYPE)
         if found.layout != expected.layout:
             yield Difference(
                 'chunk layout',
