@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from . import inspection  # noqa: F401  (before megatron, which the overlay goes in front of)
         from .common.errors import CheckpointingException, one_line
+        from .common.safe_load import TRUST_HINT
         from .inspection.report import comparison_text, printable
     except (ImportError, RuntimeError) as error:
         print(f'error: {error}', file=sys.stderr)
@@ -121,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = compare_checkpoints(*args.diff)
             text, status = comparison_text(result), int(not result.mergeable)
     except CheckpointingException as error:
-        print(f'error: {printable(str(error))}', file=sys.stderr)
+        message = str(error).replace(TRUST_HINT, 'nothing of it was run')
+        print(f'error: {printable(message)}', file=sys.stderr)
         return 1
     except OSError as error:
         reason = f'{error.filename}: {error.strerror}' if error.filename else one_line(error)

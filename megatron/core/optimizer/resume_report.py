@@ -212,9 +212,8 @@ def _steps(optimizer_state: Any) -> set[int]:
         return set()
     groups = optimizer_state.get('param_groups')
     if isinstance(groups, list):
-        return {
-            int(group['step']) for group in groups if isinstance(group, dict) and 'step' in group
-        }
+        steps = [group.get('step') for group in groups if isinstance(group, dict)]
+        return {int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))}
     return set().union(
         *(_steps(value) for key, value in optimizer_state.items() if key != 'param_state')
     )

@@ -49,8 +49,7 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
     if format_ == DISTRIBUTED:
         common = read_common_state(directory, metadata)
         report = resume_report(directory, metadata, common)
-    args = common.get('args')
-    parallel = parallel_sizes(args)
+    parallel = parallel_sizes(common.get('args'))
     iteration = common.get('iteration')
     if not isinstance(iteration, int):
         iteration = parse_iteration_dirname(directory.name)
@@ -84,7 +83,7 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
-            uses.gpt_into_hybrid(format_, layout, common.get('content_metadata'), args),
+            uses.gpt_into_hybrid(format_, layout, common),
             uses.resume(format_, layout, report),
         ],
     )

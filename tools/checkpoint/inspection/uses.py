@@ -46,10 +46,9 @@ def converter_of_distributed(format_: str) -> Use:
 def gpt_into_hybrid(
     format_: str,
     layout: CheckpointLayout,
-    content_metadata: Mapping[str, Any] | None,
-    args: Any,
+    common: Mapping[str, Any],
 ) -> Use:
-    """Whether a hybrid run loads the checkpoint as that of a GPT model."""
+    """Whether a hybrid run loads the checkpoint, whose common state is given, as a GPT model's."""
     if layout.family != 'gpt':
         kind = 'a hybrid model already' if layout.family == 'hybrid' else 'not a GPT model'
         return Use(INTEROP, False, f'it is of {kind}')
@@ -68,7 +67,10 @@ def gpt_into_hybrid(
         reason += f', the MLPs in the order {mlps}'
     if layout.mtp_depths:
         reason += f'; its {layout.mtp_depths} MTP layers are not read'
-    stored = stored_optimizer_format(content_metadata, args)
+    content = common.get('content_metadata')
+    stored = stored_optimizer_format(
+        content if isinstance(content, dict) else None, common.get('args')
+    )
     if format_ == FSDP:
         reason += '; from megatron-core 0.19 on'
     elif not layout.has_optimizer:

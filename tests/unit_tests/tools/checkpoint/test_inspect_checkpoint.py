@@ -56,6 +56,11 @@ def real(tmp_path_factory):
         run.save(root / 'gpt/iter_0000002')
         run.save(root / 'buckets', 'dp_reshardable')
         save_plain(session.gpt(), root / 'plain')
+        run = session.Training.start(
+            session.gpt(**EXPERTS), session.distributed_optimizer(bf16=True)
+        )
+        run.train(1)
+        run.save(root / 'moe run')
         for name, model in {
             'moe': session.gpt(**EXPERTS),
             'mixed': session.gpt(**EXPERTS, moe_layer_freq=[0, 1]),
@@ -109,7 +114,7 @@ def stated(amounts):
 
 
 @pytest.mark.parametrize(
-    'name', ['gpt', 'gpt/iter_0000001', 'buckets', 'plain', 'moe', 'mixed', 'hybrid']
+    'name', ['gpt', 'gpt/iter_0000001', 'buckets', 'plain', 'moe', 'moe run', 'mixed', 'hybrid']
 )
 def test_dtypes_and_bytes_are_those_of_the_tensors(real, name):
     summary = inspect_checkpoint(real / name)
@@ -169,6 +174,8 @@ def test_experts_and_a_model_alone(real):
     assert use(summary, uses.MERGE) == (True, '')
     assert '--no-load-optim' in use(summary, uses.INTEROP)[1]
     assert use(summary, uses.RESUME) == (False, 'no optimizer state; load with --no-load-optim')
+    optimizer = inspect_checkpoint(real / 'moe run').optimizer
+    assert (optimizer.format, optimizer.steps) == ('fully_reshardable', [1])
     mixed = inspect_checkpoint(real / 'mixed')
     assert (mixed.model.stored_by, mixed.model.dense, mixed.model.moe) == ('index', 1, 1)
     assert "2 '*', 1 '-' and 1 'E', the MLPs in the order -E" in use(mixed, uses.INTEROP)[1]
@@ -190,7 +197,6 @@ def test_common_state_forms(tmp_path):
         set_common_form(directory, {'iteration': 5}, form)
         summary = inspect_checkpoint(directory)
         assert (summary.common_state, summary.iteration) == (expected, 3 if form is None else 5)
-    shutil.copy(write_checkpoint(tmp_path / 'other', model_tensors(3)) / '.metadata', directory)
 
 
 def test_manifest(real, tmp_path):
@@ -346,13 +352,13 @@ def test_every_difference_is_listed_in_few_lines(tmp_path, capsys):
         {key: value.double() for key, value in model.items()},
         layout={'decoder.b5': (0, 2)},
     )
-    kinds = [group[0].kind for group in compare_checkpoints(first, other).groups()]
-    assert kinds == ['tensors differ:', 'dtype', 'chunk layout', 'global shape'] or set(kinds) == {
+    groups = compare_checkpoints(first, other).groups()
+    assert [group[0].kind for group in groups] == [
         'tensors differ:',
         'dtype',
         'chunk layout',
         'global shape',
-    }
+    ]
     assert main(['--diff', str(other), str(third)]) == 0
     out = capsys.readouterr().out
     assert 'dtype of 306 tensors, B against A, --merge-save-dtype DTYPE merges them' in out
@@ -408,7 +414,8 @@ def test_nothing_in_a_checkpoint_is_run(place, copy, vpp, tmp_path, capsys):
         if place == 'args':
             state = {'iteration': 7, 'args': argparse.Namespace(x=hostile)}
         set_common_form(copy, state, 'embedded' if place == 'embedded' else 'legacy')
-    assert 'refused class posix.mkdir' in one_line(capsys, copy)
+    error = one_line(capsys, copy)
+    assert 'refused class posix.mkdir' in error and '--trust-checkpoints' not in error
     assert not touched.exists()
 
 
@@ -473,9 +480,8 @@ def test_faults_are_one_line(name, copy, capsys):
         (copy / 'common.pt').unlink(missing_ok=True)
     change(copy)
     assert message in one_line(capsys, copy)
-    if 'missing' not in name or name == 'data missing':
-        (copy.parent / TRACKER).write_text('7')
-        assert message in one_line(capsys, copy.parent)
+    (copy.parent / TRACKER).write_text('7')
+    assert message in one_line(capsys, copy.parent)
 
 
 def test_legacy_faults_are_one_line(vpp, tmp_path, capsys):
