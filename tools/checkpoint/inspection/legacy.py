@@ -45,11 +45,7 @@ def summarise_legacy(directory: Path) -> CheckpointSummary:
     source = rank_files(directory, lambda path: read(path, False).state.get('args'))
     side = survey_source('', source, False)
     ranks = {home: read(path, False) for home, path in source.files.items()}
-    chunks = [
-        state[key]
-        for rank in ranks.values()
-        for state, key in [(rank.state, k) for k in _keys(rank)]
-    ]
+    chunks = [rank.state[key] for rank in ranks.values() for key in _keys(rank)]
     first = next(iter(ranks.values())).state
     iteration = first.get('iteration')
     if not isinstance(iteration, int):
