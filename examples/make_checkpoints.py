@@ -7,7 +7,6 @@ writes DIR/iter_0000004, iter_0000008, … in torch_dist format with the optimiz
 """
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,8 @@ from tests.cpu_megatron.torchrun import torchrun
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description='Train a tiny GPT on the CPU and keep its checkpoints.'
+        description='Train a tiny GPT of four layers (one a virtual stage where these are more) on '
+        'the CPU and keep its checkpoints.'
     )
     parser.add_argument('directory', type=Path, help='where the checkpoints go; new or empty')
     parser.add_argument(
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f'{options.iterations} steps in {time.monotonic() - started:.0f} s; checkpoints:')
     for checkpoint in sorted(directory.glob('iter_*')):
         size = sum(file.stat().st_size for file in checkpoint.rglob('*') if file.is_file())
-        print(f'  {os.path.relpath(checkpoint)}  {size / 1024:.0f} KiB')
+        print(f'  {checkpoint.absolute()}  {size / 1024:.0f} KiB')
     return 0
 
 

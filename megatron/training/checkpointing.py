@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
+    stored_optimizer_format,
 )
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
@@ -130,11 +131,7 @@ def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release,
 
 def _refuse_optimizer_formats(load: _Load, args, ckpt_args) -> None:
     """Only state by parameter can be translated, not state by buffer or by position."""
-    sharding_type = load.content_metadata.get('distrib_optim_sharding_type')
-    if not load.content_metadata and getattr(ckpt_args, 'use_distributed_optimizer', False):
-        # Before content metadata existed the format followed from one flag.
-        full = getattr(ckpt_args, 'ckpt_fully_parallel_save', False)
-        sharding_type = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
+    sharding_type = stored_optimizer_format(load.content_metadata, ckpt_args)
     if sharding_type not in MODEL_SPACE_FORMATS:
         raise RuntimeError(
             f'The optimizer state of the GPT checkpoint is '

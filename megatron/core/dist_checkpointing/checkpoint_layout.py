@@ -78,11 +78,45 @@ def read_checkpoint_layout(checkpoint_dir: str) -> CheckpointLayout:
 
 def layout_from_metadata(metadata: Metadata) -> CheckpointLayout:
     """Layout of the checkpoint that ``metadata`` describes."""
-    return _layout(
+    return layout_from_keys(
         {
             _OBJECT_SHARD_RE.sub('', key): tuple(getattr(entry, 'size', ()))
             for key, entry in metadata.state_dict_metadata.items()
         }
+    )
+
+
+def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
+    """Layout of a checkpoint that has these entries.
+
+    Args:
+        sizes: key -> global shape; empty for what isn't a tensor.
+    """
+    names = {_MODEL_PREFIX_RE.sub('', key): key for key in sizes}
+    layers = [
+        (match.group(1), match.group(2), key)
+        for name, key in names.items()
+        if (match := _LAYER_RE.fullmatch(name))
+    ]
+    indexed = any(index is not None for index, _, _ in layers)
+    if indexed:
+        num_layers = 1 + max(int(index) for index, _, _ in layers if index is not None)
+    else:
+        num_layers = next((sizes[key][0] for _, _, key in layers if sizes[key]), 0)
+    family, evidence = _family(names, layers, indexed)
+    mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
+    return CheckpointLayout(
+        keys=frozenset(sizes),
+        family=family,
+        evidence=evidence,
+        indexed=indexed,
+        num_layers=num_layers,
+        mlp_kinds=_mlp_kinds(layers, num_layers),
+        latent_attention=any(
+            part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
+        ),
+        mtp_depths=1 + max(mtp, default=-1),
+        has_optimizer=any(_OPTIMIZER_KEY_RE.match(key) for key in sizes),
     )
 
 
@@ -138,35 +172,6 @@ def _tensor_keys(sharded_state_dict: ShardedStateDict):
             yield from _tensor_keys({'built': entry.build()})
         elif isinstance(entry, ShardedTensor):
             yield entry.key
-
-
-def _layout(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
-    names = {_MODEL_PREFIX_RE.sub('', key): key for key in sizes}
-    layers = [
-        (match.group(1), match.group(2), key)
-        for name, key in names.items()
-        if (match := _LAYER_RE.fullmatch(name))
-    ]
-    indexed = any(index is not None for index, _, _ in layers)
-    if indexed:
-        num_layers = 1 + max(int(index) for index, _, _ in layers if index is not None)
-    else:
-        num_layers = next((sizes[key][0] for _, _, key in layers if sizes[key]), 0)
-    family, evidence = _family(names, layers, indexed)
-    mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
-    return CheckpointLayout(
-        keys=frozenset(sizes),
-        family=family,
-        evidence=evidence,
-        indexed=indexed,
-        num_layers=num_layers,
-        mlp_kinds=_mlp_kinds(layers, num_layers),
-        latent_attention=any(
-            part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
-        ),
-        mtp_depths=1 + max(mtp, default=-1),
-        has_optimizer=any(_OPTIMIZER_KEY_RE.match(key) for key in sizes),
-    )
 
 
 def _family(names: dict[str, str], layers: list, indexed: bool) -> tuple[str, str]:

@@ -54,6 +54,20 @@ _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
 MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
 
 
+def stored_optimizer_format(content_metadata: Mapping[str, Any] | None, args: Any) -> str | None:
+    """Sharding type of the distributed optimizer's state; None for another optimizer's.
+
+    Args:
+        content_metadata: of the checkpoint; None or empty for one from before it was stored.
+        args: saved with the checkpoint, where they were.
+    """
+    if not content_metadata and getattr(args, 'use_distributed_optimizer', False):
+        # Before content metadata existed the format followed from one flag.
+        full = getattr(args, 'ckpt_fully_parallel_save', False)
+        return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
+    return (content_metadata or {}).get('distrib_optim_sharding_type')
+
+
 @dataclass(frozen=True)
 class GPTCompatLayerMaps:
     """Which GPT layer each layer of a hybrid pattern reads.

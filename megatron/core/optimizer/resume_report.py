@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+
+try:
+    from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+except ModuleNotFoundError:
+    # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
 
 TRACKER = 'latest_checkpointed_iteration.txt'
 _COMMON_STATE = re.compile(r'common_state/')
 _SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
 _OPTIMIZER = re.compile(r'(chained_\d+\.)?optimizer\.')
+_OPTIMIZER_CLASS = re.compile(r'(torch\.optim|transformer_engine\.pytorch\.optimizers|apex)\.')
 
 
 @dataclass
@@ -46,6 +52,11 @@ class ResumeReport:
     offload_fraction: float | None = None
 
     @property
+    def loads(self) -> bool:
+        """Whether there is optimizer state that a run can go on with."""
+        return self.sharding_type != 'none' and len(self.steps) <= 1
+
+    @property
     def in_buckets(self) -> bool:
         """Whether the format follows the distributed optimizer's buckets."""
         return self.sharding_type == 'dp_reshardable'
@@ -61,8 +72,16 @@ def read_resume_report(checkpoint: str | Path) -> ResumeReport:
         CheckpointingException: there is no distributed checkpoint, with the reason.
     """
     directory = _iteration_directory(Path(checkpoint))
-    metadata = _metadata(directory)
-    common = _common_state(directory, metadata)
+    metadata = load_dcp_metadata(directory)
+    return resume_report(directory, metadata, read_common_state(directory, metadata))
+
+
+def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -> ResumeReport:
+    """What a checkpoint says, whose metadata and common state have been read already.
+
+    Raises:
+        CheckpointingException: the optimizers' settings can't be read.
+    """
     settings = _stored_objects(directory, metadata, _SETTINGS)
     args = common.get('args')
     offloading = getattr(args, 'optimizer_cpu_offload', False)
@@ -107,23 +126,23 @@ def _iteration_directory(checkpoint: Path) -> Path:
     )
 
 
-def _metadata(directory: Path) -> Metadata:
-    try:
-        return FileSystemReader(directory).read_metadata()
-    except Exception as error:
-        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
-        raise CheckpointingException(
-            f'{directory}/.metadata: can not be read ({reason}); expected the metadata of a '
-            f'distributed checkpoint'
-        ) from error
+def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
+    """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty.
 
-
-def _common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
+    Raises:
+        CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
+    """
     file = directory / 'common.pt'
-    if file.is_file():
-        return _load(file.read_bytes(), file)
-    found = _stored_objects(directory, metadata, _COMMON_STATE)
-    return found[0] if found else {}
+    if file.exists():
+        state = _load(file, str(file))
+    else:
+        found = _stored_objects(directory, metadata, _COMMON_STATE)
+        state = found[0] if found else {}
+    if not isinstance(state, dict):
+        raise CheckpointingException(
+            f'{directory}: its common state is {type(state).__name__}, expected a dict'
+        )
+    return state
 
 
 def _stored_objects(directory: Path, metadata: Metadata, key: re.Pattern) -> list[Any]:
@@ -138,38 +157,44 @@ def _stored_objects(directory: Path, metadata: Metadata, key: re.Pattern) -> lis
                     content = file.read(place.length)
             except OSError as error:
                 raise CheckpointingException(f'{path}: can not be read ({error})') from error
-            value = _load(content, path)
+            value = _load(io.BytesIO(content), f'{path}: {index.fqn}')
             objects.append(value[0] if isinstance(value, list) else value)
     return objects
 
 
 class _Unread:
-    """Stands for an object of a class that this program has no use for."""
+    """Stands for an optimizer class, which this program has no use for."""
 
     def __init__(self, *args, **kwargs):
         pass
 
 
-def _load(content: bytes, path: Path) -> Any:
-    """``torch.load`` that runs nothing from the file: unknown classes become :class:`_Unread`.
+def _load(source: Path | io.BytesIO, name: str) -> Any:
+    """What ``torch.save`` wrote, running nothing from it; optimizers become :class:`_Unread`.
 
     megatron-core stores the classes of the offloaded optimizers among their settings.
     """
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-        with torch.serialization.safe_globals([(_Unread, name) for name in unknown]):
-            return torch.load(io.BytesIO(content), map_location='cpu', weights_only=True)
-    except Exception as error:
-        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
-        raise CheckpointingException(
-            f'{path}: can not be read ({reason}); expected values and settings, and nothing that '
-            f'has to be run'
-        ) from error
+        stored = torch.serialization.get_unsafe_globals_in_checkpoint(
+            source if isinstance(source, io.BytesIO) else str(source)
+        )
+    except Exception:
+        stored = []  # no file that torch.save wrote, as loading it will say
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    optimizers = [(_Unread, name) for name in stored if _OPTIMIZER_CLASS.match(name)]
+    with torch.serialization.safe_globals(optimizers):
+        return load_torch(
+            source,
+            name=name,
+            trust_hint='expected values and settings, and nothing that has to be run',
+        )
 
 
 def _sharding_type(common: dict, metadata: Metadata) -> str:
     """The stored type, else what the keys of the tensors tell."""
-    stored = (common.get('content_metadata') or {}).get('distrib_optim_sharding_type')
+    content = common.get('content_metadata')
+    stored = content.get('distrib_optim_sharding_type') if isinstance(content, dict) else None
     keys = [key for key in metadata.state_dict_metadata if _OPTIMIZER.match(key)]
     if not keys:
         return 'none'
@@ -177,7 +202,7 @@ def _sharding_type(common: dict, metadata: Metadata) -> str:
         return 'dp_reshardable'
     if stored:
         return stored
-    if any(key.startswith('optimizer.state.fp32_param.') for key in keys):
+    if content or any(key.startswith('optimizer.state.fp32_param.') for key in keys):
         return 'plain'
     return 'fully_reshardable'
 
@@ -187,7 +212,8 @@ def _steps(optimizer_state: Any) -> set[int]:
         return set()
     groups = optimizer_state.get('param_groups')
     if isinstance(groups, list):
-        return {int(group['step']) for group in groups if 'step' in group}
+        steps = [group.get('step') for group in groups if isinstance(group, dict)]
+        return {int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))}
     return set().union(
         *(_steps(value) for key, value in optimizer_state.items() if key != 'param_state')
     )
@@ -211,7 +237,7 @@ def describe(report: ResumeReport) -> str:
         f'  leaked step      {_leak(report)}',
         f'  offloaded        {_offload(report)}',
         'resuming with this package',
-        *(f'  - {line}' for line in _with_overlay(report)),
+        *(f'  - {line}' for line in with_overlay(report)),
         'resuming with megatron-core as it is',
         *(f'  - {line}' for line in _stock(report)),
     ]
@@ -234,7 +260,8 @@ def _offload(report: ResumeReport) -> str:
     return f'--optimizer-cpu-offload, {report.offload_fraction:g} of the parameters'
 
 
-def _with_overlay(report: ResumeReport) -> list[str]:
+def with_overlay(report: ResumeReport) -> list[str]:
+    """What resuming does with this package, one statement a line."""
     if report.sharding_type == 'none':
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):

@@ -98,7 +98,7 @@ def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
         tmp_path: 'neither metadata.json nor',
         legacy: 'legacy format',
         dangling: "names '7'",
-        damaged: '.metadata: can not be read',
+        damaged: '.metadata: not DCP metadata',
     }
     for path, message in expected.items():
         with pytest.raises(CheckpointingException, match=message):

@@ -17,6 +17,7 @@ REPLACED = 'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
 TOOLS = {
     'megatron-weighted-merge': 'weighted_merge.py',
     'megatron-convert-pp-vpp': 'convert_ckpt_pp_vpp.py',
+    'megatron-inspect-checkpoint': 'inspect_checkpoint.py',
 }
 
 
@@ -194,4 +195,4 @@ def test_console_commands(installed, command):
     script = installed.root / 'bin' / command
     assert script.read_text().startswith(f'#!{installed.python}')
     run = installed.run(script, '--help')
-    assert run.returncode == 0 and 'usage: ' in run.stdout
+    assert run.returncode == 0 and run.stdout.startswith(f'usage: {command} ')

@@ -136,6 +136,11 @@ def describe_foreign(directory: Path) -> str:
         return f'{missing}: a Hugging Face checkpoint, expected torch_dist'
     if any(parse_iteration_dirname(name) is not None for name in names):
         return f'{missing} and no {TRACKER_NAME}: a root; name one of its iter_* directories'
-    if any(name.endswith('.distcp') for name in names) or '.metadata' in names:
+    if '.metadata' in names:
+        return (
+            f'{missing}: a torch_dcp or fsdp_dtensor checkpoint, or a torch_dist one that is '
+            'unfinished because its save was cut short'
+        )
+    if any(name.endswith('.distcp') for name in names):
         return f'{missing}: an unfinished checkpoint, its save was cut short'
     return f'{missing} and no {TRACKER_NAME}: not a checkpoint'

@@ -29,7 +29,6 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
     parser = argparse.ArgumentParser(
-        prog='weighted_merge',
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

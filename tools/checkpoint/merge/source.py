@@ -23,10 +23,10 @@ FORMAT = 'torch_dist'
 COMMON_FILE = 'common.pt'
 COMMON_KEY = 'common_state/shard_0_1'
 
-_MODEL = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
+MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
-_TRAINING_STATE = re.compile(
+TRAINING_KEY = re.compile(
     r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
 )
 
@@ -125,11 +125,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
     directory = source.directory
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
-        if _TRAINING_STATE.match(key):
+        if TRAINING_KEY.match(key):
             source.left_out.append(key)
         elif key.split('/')[0] == 'common_state':
             _take_common(source, key, entry, metadata)
-        elif not _MODEL.match(key):
+        elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
             source.tensors[key] = _tensor_entry(directory, key, entry, metadata)

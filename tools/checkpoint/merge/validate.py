@@ -1,6 +1,7 @@
 """Do the sources agree, and did the output become what was planned?"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import (
@@ -16,6 +17,56 @@ from .plan import MergePlan
 from .source import Source, check_file
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which a source differs from the first.
+
+    Attributes:
+        kind: what differs, such as ``'dtype'``; the same for every key
+        key: the tensor; empty for what concerns the whole checkpoint
+        text: the source's value and the first one's
+        option: of the merge, which merges the two all the same; empty where none does
+    """
+
+    kind: str
+    key: str
+    text: str
+    option: str = ''
+
+    def __str__(self) -> str:
+        what = f'{self.key}: {self.kind}' if self.key else self.kind
+        return f'{what} {self.text}' + (f'; {self.option} merges them' if self.option else '')
+
+
+OTHER_DTYPE, RESHARD = '--merge-save-dtype DTYPE', '--allow-reshard'
+
+
+def differences(other: Source, first: Source) -> Iterator[Difference]:
+    """Everything that keeps two sources from being merged as they are, in the order of checking."""
+    if other.config != first.config:
+        yield Difference('formats differ:', '', f'{other.config}, {first.config}')
+    yield from _key_differences('tensors', other.tensors, first.tensors)
+    yield from _key_differences('_extra_state entries', other.extra_states, first.extra_states)
+    for key, expected in first.tensors.items():
+        found = other.tensors.get(key)
+        if found is None:
+            continue
+        if found.shape != expected.shape:
+            yield Difference('global shape', key, f'{found.shape}, expected {expected.shape}')
+            continue
+        if found.dtype != expected.dtype:
+            yield Difference('dtype', key, f'{found.dtype}, expected {expected.dtype}', OTHER_DTYPE)
+        if found.layout != expected.layout:
+            yield Difference(
+                'chunk layout',
+                key,
+                f'{_layout(found.layout)}, expected {_layout(expected.layout)}',
+                RESHARD,
+            )
+    if other.reshaped != first.reshaped:
+        yield Difference('stored under other global shapes', '', '(mcore_data)')
+
+
 def validate_sources(
     sources: Sequence[Source], *, same_dtype: bool = True, allow_reshard: bool = False
 ) -> None:
@@ -28,31 +79,14 @@ def validate_sources(
     Raises:
         CheckpointError: the first difference, with both values
     """
+    allowed = {RESHARD} if allow_reshard else set()
+    if not same_dtype:
+        allowed.add(OTHER_DTYPE)
     first = sources[0]
     for other in sources[1:]:
-        pair = f'{other.directory} against {first.directory}'
-        if other.config != first.config:
-            raise CheckpointError(f'{pair}: formats differ: {other.config}, {first.config}')
-        _same_keys(pair, 'tensors', other.tensors, first.tensors)
-        _same_keys(pair, '_extra_state entries', other.extra_states, first.extra_states)
-        for key, expected in first.tensors.items():
-            found = other.tensors[key]
-            if found.shape != expected.shape:
-                raise CheckpointError(
-                    f'{pair}: {key}: global shape {found.shape}, expected {expected.shape}'
-                )
-            if same_dtype and found.dtype != expected.dtype:
-                raise CheckpointError(
-                    f'{pair}: {key}: dtype {found.dtype}, expected {expected.dtype}; an explicit '
-                    '--merge-save-dtype merges them'
-                )
-            if not allow_reshard and found.layout != expected.layout:
-                raise CheckpointError(
-                    f'{pair}: {key}: chunk layout {_layout(found.layout)}, expected '
-                    f'{_layout(expected.layout)}; --allow-reshard merges them'
-                )
-        if other.reshaped != first.reshaped:
-            raise CheckpointError(f'{pair}: stored under other global shapes (mcore_data)')
+        for difference in differences(other, first):
+            if difference.option not in allowed:
+                raise CheckpointError(f'{other.directory} against {first.directory}: {difference}')
 
 
 def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> None:
@@ -116,11 +150,18 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
 
 
 def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
+    for difference in _key_differences(what, found, expected):
+        raise CheckpointError(f'{where}: {difference}')
+
+
+def _key_differences(
+    what: str, found: Iterable[str], expected: Iterable[str]
+) -> Iterator[Difference]:
     missing = sorted(set(expected) - set(found))
     unexpected = sorted(set(found) - set(expected))
     if missing or unexpected:
-        raise CheckpointError(
-            f'{where}: {what} differ: missing {_list(missing)}, unexpected {_list(unexpected)}'
+        yield Difference(
+            f'{what} differ:', '', f'missing {_list(missing)}, unexpected {_list(unexpected)}'
         )
 
 

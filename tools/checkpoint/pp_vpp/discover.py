@@ -82,7 +82,20 @@ def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -
             f'{root / TRACKER_NAME}: no such file ({_describe(root)}); name the root of a '
             f'legacy `torch` checkpoint, or the iteration with --iteration'
         )
-    directory = iteration_dir(root, iteration)
+    return rank_files(iteration_dir(root, iteration), load_args)
+
+
+def rank_files(directory: Path, load_args: Any) -> Source:
+    """The rank files in one iteration's directory.
+
+    Args:
+        directory: ``iter_XXXXXXX``, ``release``, or one of any other name
+        load_args: as for ``find_source``
+
+    Raises:
+        CheckpointError: another format; a directory name that isn't one of Megatron's; a rank
+            without its file; two directories for one rank
+    """
     if (directory / UNPUBLISHED).exists():
         raise CheckpointError(
             f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '

@@ -27,6 +27,8 @@ def count_layers(state: Mapping[str, Any], where: str) -> int:
         raise CheckpointError(f'{where}: holds {type(state).__name__}, expected a state dict')
     numbers: dict[str, set[int]] = {}
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f'{where}: key {key!r}, expected names of parameters')
         if isinstance(value, Mapping):
             raise CheckpointError(
                 f'{where}, key {key}: nested model state from before megatron-core, expected '

@@ -76,6 +76,15 @@ def survey(name: str, root: Path, iteration: int | str | None, trust: bool) -> S
         CheckpointError: no legacy checkpoint, or a file that isn't a rank's
     """
     source = find_source(root, iteration, lambda path: read(path, trust).state.get('args'))
+    return survey_source(name, source, trust)
+
+
+def survey_source(name: str, source: Source, trust: bool) -> SideSurvey:
+    """Look at the first shard of every pipeline rank of a source whose files are known.
+
+    Raises:
+        CheckpointError: a file that isn't a rank's
+    """
     stages = {}
     for rank in source.pipeline_ranks:
         tp, ep = source.shards(rank)[0]

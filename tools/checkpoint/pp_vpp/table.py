@@ -47,7 +47,7 @@ def outputs_summary(prepared: Prepared) -> list[str]:
         layout = files[0].layout
         virtual = '' if layout.virtual_size is None else f', VPP {layout.virtual_size}'
         lines.append(
-            f'{target}: {len(files)} rank files, TP {layout.tensor_size}, '
+            f'{target}: {len(files)} rank file{"s" * (len(files) != 1)}, TP {layout.tensor_size}, '
             f'PP {layout.pipeline_size}{virtual}'
         )
     return lines

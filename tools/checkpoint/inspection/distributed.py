@@ -1,0 +1,163 @@
+"""Summary of a checkpoint that DCP wrote: ``torch_dist``, ``fsdp_dtensor`` or ``torch_dcp``."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
+from megatron.core.optimizer.resume_report import (
+    ResumeReport,
+    read_common_state,
+    resume_report,
+)
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from ..common.errors import CheckpointError
+from ..common.paths import parse_iteration_dirname
+from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from ..merge.integrity import MANIFEST, read_manifest
+from ..merge.source import COMMON_FILE, COMMON_KEY, MODEL_KEY, TRAINING_KEY, check_file
+from . import uses
+from .locate import DCP, DISTRIBUTED, dcp_format
+from .model import describe_model
+from .summary import Amount, CheckpointSummary, OptimizerState, count_files, parallel_sizes
+
+
+def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
+    """Look at a checkpoint; its metadata and common state are read, no tensor is.
+
+    Raises:
+        CheckpointingException: something in it is missing, cut short, damaged, or would have to be
+            run
+    """
+    metadata = load_dcp_metadata(directory)
+    _check_entries(directory, metadata)
+    if format_ == DCP:
+        format_ = dcp_format(directory, metadata)
+    _check_files(directory, metadata)
+    manifest = _manifest(directory)
+    layout = layout_from_metadata(metadata)
+    model = describe_model(layout)
+    common: dict[str, Any] = {}
+    report = None
+    if format_ == DISTRIBUTED:
+        common = read_common_state(directory, metadata)
+        report = resume_report(directory, metadata, common)
+    parallel = parallel_sizes(common.get('args'))
+    iteration = common.get('iteration')
+    if not isinstance(iteration, int):
+        iteration = parse_iteration_dirname(directory.name)
+    tensors = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    training = {key: entry for key, entry in tensors.items() if TRAINING_KEY.match(key)}
+    weights = {key: entry for key, entry in tensors.items() if MODEL_KEY.match(key)}
+    counted = sum(map(_bytes, [*training.values(), *weights.values()]))
+    all_tensors = sum(map(_bytes, tensors.values()))
+    objects = sum(
+        info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
+    )
+    files, file_bytes = count_files(directory)
+    return CheckpointSummary(
+        directory=directory,
+        format=format_,
+        iteration=iteration,
+        model=model,
+        parallel=parallel,
+        parallel_from='the saved arguments' if parallel else '',
+        weights=_amounts(weights.values()),
+        optimizer=_optimizer(format_, layout, report, _amounts(training.values())),
+        other_bytes=all_tensors - counted + objects,
+        common_state=_common_form(directory, metadata),
+        manifest_files=None if manifest is None else len(manifest),
+        files=files,
+        file_bytes=file_bytes,
+        uses=[
+            uses.weighted_merge(directory),
+            uses.converter_of_distributed(format_),
+            uses.gpt_into_hybrid(format_, layout, common),
+            uses.resume(format_, layout, report),
+        ],
+    )
+
+
+def _check_entries(directory: Path, metadata: Metadata) -> None:
+    """What isn't as DCP writes it would fail further on, without a word that helps."""
+    where = directory / METADATA_NAME
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata) and isinstance(key, str):
+            continue
+        size = getattr(entry, 'size', None)
+        dtype = getattr(getattr(entry, 'properties', None), 'dtype', None)
+        if (
+            not isinstance(key, str)
+            or not isinstance(entry, TensorStorageMetadata)
+            or not isinstance(size, torch.Size)
+            or not isinstance(dtype, torch.dtype)
+        ):
+            raise CheckpointError(f'{where}: {key}: not the description of a tensor; damaged')
+    for index, info in metadata.storage_data.items():
+        numbers = (getattr(info, 'offset', None), getattr(info, 'length', None))
+        if not isinstance(getattr(info, 'relative_path', None), str) or not all(
+            isinstance(number, int) and number >= 0 for number in numbers
+        ):
+            raise CheckpointError(
+                f'{where}: {getattr(index, "fqn", index)}: no place in a file; damaged'
+            )
+
+
+def _check_files(directory: Path, metadata: Metadata) -> None:
+    """Every file that the metadata names is there, and long enough."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        if PurePath(name).is_absolute() or '..' in PurePath(name).parts:
+            raise CheckpointError(f'{directory}: file {name} lies outside the checkpoint')
+        check_file(directory / name, end)
+
+
+def _manifest(directory: Path) -> dict[str, str] | None:
+    manifest = read_manifest(directory)
+    for name in manifest or {}:
+        if not (directory / name).is_file():
+            raise CheckpointError(f'{directory / name}: no such file, but {MANIFEST} names it')
+    return manifest
+
+
+def _common_form(directory: Path, metadata: Metadata) -> str:
+    forms = [COMMON_FILE] if (directory / COMMON_FILE).exists() else []
+    forms += [key for key in metadata.state_dict_metadata if key == COMMON_KEY]
+    return ' and '.join(forms) or 'none'
+
+
+def _optimizer(
+    format_: str,
+    layout: CheckpointLayout,
+    report: ResumeReport | None,
+    amounts: dict[str, Amount],
+) -> OptimizerState:
+    if report is not None:
+        return OptimizerState(report.sharding_type, sorted(report.steps), amounts)
+    return OptimizerState(format_ if layout.has_optimizer else 'none', None, amounts)
+
+
+def _amounts(entries: Iterable[TensorStorageMetadata]) -> dict[str, Amount]:
+    found: dict[str, Amount] = {}
+    for entry in entries:
+        name = str(entry.properties.dtype).removeprefix('torch.')
+        before = found.get(name, Amount(0, 0))
+        found[name] = Amount(before.tensors + 1, before.bytes + _bytes(entry))
+    return found
+
+
+def _bytes(entry: TensorStorageMetadata) -> int:
+    return math.prod(entry.size) * entry.properties.dtype.itemsize

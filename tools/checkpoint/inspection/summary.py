@@ -1,0 +1,138 @@
+"""What is known of a checkpoint: data, and how it goes to machines."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Tensors and their bytes."""
+
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Use:
+    """Whether one of the tools or loads takes the checkpoint.
+
+    Attributes:
+        name: of the tool or load
+        works: it takes the checkpoint, if asked as ``reason`` says
+        reason: one line: with which options, or why not
+    """
+
+    name: str
+    works: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model behind a checkpoint, as its keys tell.
+
+    Attributes:
+        family: ``gpt``, ``hybrid``, or ``other`` where the keys show neither
+        evidence: a key that showed it
+        layers: decoder layers; for a hybrid model those of its pattern
+        stored_by: ``axis`` where layers are stacked along one, ``index`` where it is in the key
+        pattern: of a hybrid model, as in ``--hybrid-layer-pattern``, ``?`` for an unknown layer;
+            None for other models
+        dense, moe: number of layers with an MLP of that kind
+        latent_attention: the attention is multi-latent
+        mtp_layers: multi-token prediction layers
+    """
+
+    family: str
+    evidence: str
+    layers: int
+    stored_by: str
+    pattern: str | None
+    dense: int
+    moe: int
+    latent_attention: bool
+    mtp_layers: int
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Optimizer state.
+
+    Attributes:
+        format: its layout, such as ``fully_reshardable``; ``none`` without
+        steps: step counts in the parameter groups; None where they weren't looked at
+        amounts: tensors and bytes by dtype
+    """
+
+    format: str
+    steps: list[int] | None
+    amounts: dict[str, Amount]
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """One checkpoint. ``str()`` gives the report that the command line prints.
+
+    Attributes:
+        directory: of the iteration
+        format: ``torch_dist``, ``torch`` (legacy), ``fsdp_dtensor`` or ``torch_dcp``
+        iteration: as stored, else as the directory's name has it; None where neither does
+        model: what the keys tell of the model
+        parallel: parallel sizes of the run that saved it, by their usual short names
+        parallel_from: where those sizes come from; empty where nothing tells
+        weights: tensors and bytes of the model by dtype; in ``torch`` each rank's shards count
+        optimizer: optimizer state
+        other_bytes: bytes of all else that the metadata names, such as random states
+        common_state: where values that aren't sharded stand
+        manifest_files: files that ``integrity.json`` has a checksum of; None without one
+        files: number of files
+        file_bytes: their size
+        uses: which tools and loads take it
+    """
+
+    directory: Path
+    format: str
+    iteration: int | None
+    model: Model
+    parallel: dict[str, int]
+    parallel_from: str
+    weights: dict[str, Amount]
+    optimizer: OptimizerState
+    other_bytes: int
+    common_state: str
+    manifest_files: int | None
+    files: int
+    file_bytes: int
+    uses: list[Use]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as one JSON object."""
+        return dataclasses.asdict(self) | {'directory': str(self.directory)}
+
+    def __str__(self) -> str:
+        from .report import summary_text
+
+        return summary_text(self)
+
+
+def parallel_sizes(args: Any) -> dict[str, int]:
+    """Parallel sizes by short name, from the arguments of the run that saved a checkpoint."""
+    names = {
+        'TP': 'tensor_model_parallel_size',
+        'PP': 'pipeline_model_parallel_size',
+        'VPP': 'virtual_pipeline_model_parallel_size',
+        'EP': 'expert_model_parallel_size',
+        'CP': 'context_parallel_size',
+        'DP': 'data_parallel_size',
+        'ranks': 'world_size',
+    }
+    sizes = {short: getattr(args, name, None) for short, name in names.items()}
+    return {short: size for short, size in sizes.items() if isinstance(size, int)}
+
+
+def count_files(directory: Path) -> tuple[int, int]:
+    """Number and bytes of all files below a directory."""
+    sizes = [path.stat().st_size for path in directory.rglob('*') if path.is_file()]
+    return len(sizes), sum(sizes)
