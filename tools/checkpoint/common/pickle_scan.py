@@ -26,7 +26,11 @@ def _runs() -> re.Pattern[bytes]:
         elif size == pickletools.UP_TO_NEWLINE and operation.name not in ('GLOBAL', 'INST'):
             lines += re.escape(code)
     one_of = [b'[%s].{%d}' % (codes, size) for size, codes in sorted(fixed.items())]
-    one_of += [b'[%s](?:%s)' % (lengths, short), rb'[%s][^\n]*+\n' % lines, rb'[ci](?:[^\n]*+\n){2}']
+    one_of += [
+        b'[%s](?:%s)' % (lengths, short),
+        rb'[%s][^\n]*+\n' % lines,
+        rb'[ci](?:[^\n]*+\n){2}',
+    ]
     return re.compile(b'(?:%s)*+' % b'|'.join(one_of), re.DOTALL)
 
 

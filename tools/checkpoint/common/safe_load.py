@@ -129,7 +129,9 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
             raise CheckpointError(f'{file}: not DCP metadata, or damaged (entry {key!r:.99})')
     for index, place in metadata.storage_data.items():
         if not _is_place(index, place):
-            raise CheckpointError(f'{file}: not DCP metadata, or damaged (storage of {index!r:.99})')
+            raise CheckpointError(
+                f'{file}: not DCP metadata, or damaged (storage of {index!r:.99})'
+            )
     return metadata
 
 

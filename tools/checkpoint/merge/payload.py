@@ -276,7 +276,7 @@ def _record(
     start = payload_start(header, name)
     if start is None:
         raise CheckpointError(
-            f"{path}: the archive at {piece.offset}: the header of {name.decode(errors='replace')} "
+            f'{path}: the archive at {piece.offset}: the header of {name.decode(errors="replace")} '
             "doesn't fit the archive's directory; the file is damaged"
         )
     if header_at + start + size > piece.length:
@@ -284,9 +284,7 @@ def _record(
     return piece.offset + header_at + start, size
 
 
-def _order(
-    descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes
-) -> bytes:
+def _order(descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes) -> bytes:
     if name not in directory:  # archives from before torch 2.1 don't say
         return b'little'
     start, size = _record(descriptor, path, piece, directory, name)

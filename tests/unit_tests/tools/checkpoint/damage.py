@@ -1,7 +1,6 @@
-"""Damage for checkpoint files, as hypothesis strategies, and a guard that watches what it causes."""
+"""Damage for checkpoint files, as hypothesis strategies, and a guard that watches its effect."""
 
 import copy
-import gc
 import io
 import os
 import resource
@@ -19,12 +18,25 @@ from hypothesis import strategies as st
 
 from tools.checkpoint.common.errors import CheckpointError
 
-# A campaign beyond the suite: RELIABILITY_EXAMPLES=5000 draws that many, from another seed each run.
+# RELIABILITY_EXAMPLES=5000 makes a campaign: that many examples, from another seed each run.
 EXAMPLES = int(os.environ.get('RELIABILITY_EXAMPLES', '0'))
 MEMORY = 1 << 30  # bytes that a tool may ask for on top of what the process has
 SECONDS = 20
 
-_NUMBERS = [0, 1, 2, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 2**40, 2**63 - 1, 2**64 - 1]
+_NUMBERS = [
+    0,
+    1,
+    2,
+    0x7F,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0xFFFFFFFF,
+    2**40,
+    2**63 - 1,
+    2**64 - 1,
+]
 _ODD = [
     None,
     True,
@@ -186,7 +198,6 @@ def guarded() -> Iterator[None]:
     if not _hooked:
         sys.addaudithook(_audit)
         _hooked = True
-    gc.collect()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with open('/proc/self/statm') as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
