@@ -68,7 +68,7 @@ def merge_same_layout_dcp_metadata_checkpoints(
 
     Returns:
         what was done, the same on every rank: ``output_dir``, ``inputs``, ``weights``,
-        ``averaged_tensors``, ``bytes_read``, ``bytes_written``, ``timings``, ``warnings`` and others
+        ``averaged_tensors``, ``bytes_read``, ``bytes_written``, ``timings``, ``warnings``, …
 
     Raises:
         CheckpointError: (a ``ValueError``) anything wrong with the inputs, the files or the other

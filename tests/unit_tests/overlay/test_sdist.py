@@ -35,8 +35,6 @@ def test_sdist_holds_every_file_under_version_control(tracked, tmp_path):
     )
     (built,) = tmp_path.glob('*.tar.gz')
     with tarfile.open(built) as archive:
-        found = {
-            str(Path(*Path(member.name).parts[1:])) for member in archive if member.isfile()
-        }
+        found = {str(Path(*Path(member.name).parts[1:])) for member in archive if member.isfile()}
     made = {name for name in found if '.egg-info' in name or name in ('PKG-INFO', 'setup.cfg')}
     assert found - made == tracked

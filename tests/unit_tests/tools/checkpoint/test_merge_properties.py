@@ -37,7 +37,7 @@ def direct(name, i, n):
     return 2 * (two.sqrt() - one.sqrt()) / (one * two).sqrt()
 
 
-@examples(150)
+@examples(60)
 @given(
     st.lists(st.integers(0, 10**9), min_size=1, max_size=60, unique=True),
     st.sampled_from(STYLES),
@@ -70,7 +70,7 @@ ODD = st.recursive(
 )
 
 
-@examples(150)
+@examples(60)
 @given(ODD | st.dictionaries(st.integers(0, 300).map(str), ODD), st.sampled_from(['json', 'yaml']))
 def test_a_file_of_weights_gives_each_iteration_one_or_is_refused(
     tmp_path_factory, content, suffix
@@ -112,7 +112,7 @@ def _replaced(values, index, value):
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-@examples(200)
+@examples(80)
 @given(st.data(), SHAPES, st.booleans())
 def test_chunks_tile_a_tensor_exactly_if_every_element_is_covered_once(data, shape, pairwise):
     boxes = data.draw(tilings(shape))
@@ -134,7 +134,7 @@ def test_chunks_tile_a_tensor_exactly_if_every_element_is_covered_once(data, sha
         assert (tiling_fault(shape, boxes) is None) == (inside and bool((counts == 1).all()))
 
 
-@examples(150)
+@examples(60)
 @given(st.data(), SHAPES)
 def test_any_chunk_is_put_together_from_those_of_another_layout(data, shape):
     whole = numpy.arange(numpy.prod(shape, dtype=int)).reshape(shape)
@@ -170,7 +170,7 @@ def sources(draw):
     return made
 
 
-@examples(100)
+@examples(50)
 @given(sources(), st.integers(1, 5), st.booleans())
 def test_a_plan_makes_every_element_once_from_every_source(made, world_size, balance):
     plan = make_plan(made, made[0], world_size=world_size, balance=balance)

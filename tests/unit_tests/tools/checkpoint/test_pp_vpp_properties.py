@@ -46,7 +46,7 @@ def apply(plan, contents):
     }
 
 
-@examples(200)
+@examples(80)
 @given(st.data(), st.integers(1, 24))
 def test_reshape_takes_every_layer_once_and_back_is_the_identity(data, total):
     (p, v, layers), (q, w, others) = data.draw(layouts(total)), data.draw(layouts(total))
@@ -68,7 +68,7 @@ def test_reshape_takes_every_layer_once_and_back_is_the_identity(data, total):
     assert apply(resplit(new, others, p, v, layers), made) == contents
 
 
-@examples(100)
+@examples(50)
 @given(st.data(), st.integers(1, 4), st.integers(2, 4))
 def test_merge_and_split_undo_each_other(data, ranks, chunks):
     layers = data.draw(
@@ -89,7 +89,7 @@ def test_merge_and_split_undo_each_other(data, ranks, chunks):
     assert apply(split, merged) == contents
 
 
-@examples(100)
+@examples(50)
 @given(st.integers(1, 30), st.integers(1, 10**12), st.integers(1, 10**12))
 def test_layers_are_divided_evenly_or_refused_whatever_the_sizes(total, ranks, chunks):
     source = interleaved(1, 1)
@@ -101,7 +101,7 @@ def test_layers_are_divided_evenly_or_refused_whatever_the_sizes(total, ranks, c
         assert plan.layers() == [total // (ranks * chunks)] * (ranks * chunks)
 
 
-@examples(150)
+@examples(60)
 @given(st.sets(st.integers(0, 12)), st.none() | st.integers(0, 14) | st.just(10**15))
 def test_the_first_missing_number(found, size):
     last = max(found, default=-1) + 1 if size is None else size
@@ -109,7 +109,7 @@ def test_the_first_missing_number(found, size):
     assert first_missing(found, size) == (missing[0] if missing else None)
 
 
-@examples(100)
+@examples(50)
 @given(st.data(), st.integers(1, 3))
 def test_optimizer_slots_find_their_parameters_or_are_refused(data, count):
     """Whatever is assigned is right; where all shapes differ, everything is."""
@@ -134,7 +134,7 @@ def test_optimizer_slots_find_their_parameters_or_are_refused(data, count):
         assert [slot.state['of'] for slot in found] == list(range(total))
 
 
-@examples(100)
+@examples(50)
 @given(st.data(), st.integers(1, 12))
 def test_stage_strings_and_patterns_keep_every_layer(data, total):
     _, _, layers = data.draw(layouts(total))
@@ -144,7 +144,7 @@ def test_stage_strings_and_patterns_keep_every_layer(data, total):
     assert found.replace('|', '') == pattern and [len(p) for p in found.split('|')] == layers
 
 
-@examples(100)
+@examples(50)
 @given(st.text(max_size=12), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_only_the_layer_number_of_a_key_changes(rest, one, other):
     key = f'decoder.layers.{one}.x{rest}'
