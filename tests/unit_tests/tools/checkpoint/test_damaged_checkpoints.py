@@ -14,11 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main as dry_run
 
 from tests.unit_tests.tools.checkpoint.damage import (
     damaged_bytes,
     damaged_object,
     examples,
+    guarded,
     refused,
     saved,
 )
@@ -143,3 +145,20 @@ def test_format_file_with_damaged_bytes(lab, data):
     merged = lab.merged('metadata.json', data.draw(damaged_bytes(lab.files['metadata.json'])))
     if merged is not None:
         assert_same(merged, lab.expected)
+
+
+@examples(60)
+@given(st.data())
+def test_dry_run_of_a_load_with_odd_metadata(lab, data):
+    """The look at what a load will do ends in its report, with 0 or 1."""
+    metadata = dcp.FileSystemReader(lab.paths[0]).read_metadata()
+    whole = pickle.dumps(data.draw(damaged_object(metadata)))
+    damaged = lab.paths[1] / '.metadata'
+    damaged.write_bytes(data.draw(st.one_of(st.just(whole), damaged_bytes(whole))))
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output), guarded():
+            assert dry_run([str(lab.paths[1]), '*-*-']) in (0, 1)
+    finally:
+        damaged.write_bytes(lab.files['.metadata'])
+    assert output.getvalue()
