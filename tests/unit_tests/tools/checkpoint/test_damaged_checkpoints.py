@@ -7,6 +7,7 @@ docs/reliability.md.
 import contextlib
 import io
 import pickle
+import pickletools
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main as dry_run
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.unit_tests.tools.checkpoint.damage import (
     damaged_bytes,
@@ -31,6 +33,9 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     set_common_form,
     write_checkpoint,
 )
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.merge.payload import load_chunk, locate
+from tools.checkpoint.merge.source import Slice
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 TENSORS = {
@@ -75,7 +80,7 @@ class Lab:
                 return None
             return model(out / 'iter_0000002')
         finally:
-            damaged.write_bytes(self.files[name])
+            damaged.write_bytes(self.files.get(name, b''))
             shutil.rmtree(self.root / 'out', ignore_errors=True)
 
 
@@ -162,3 +167,75 @@ def test_dry_run_of_a_load_with_odd_metadata(lab, data):
     finally:
         damaged.write_bytes(lab.files['.metadata'])
     assert output.getvalue()
+
+
+# --- what the campaigns found, each once
+
+
+def test_one_bit_that_asks_for_memory(lab):
+    """``BINPUT`` and ``LONG_BINPUT`` differ in a bit; the next four bytes become a memo index."""
+    metadata = dcp.FileSystemReader(lab.paths[1]).read_metadata()
+    data = pickle.dumps(metadata, protocol=2)
+    at = next(at for op, _, at in pickletools.genops(data) if op.name == 'BINPUT')
+    asked = data[:at] + b'r' + b'\xff\xff\xff\x7f' + data[at + 5 :]
+    assert lab.merged('.metadata', asked) is None
+
+
+def test_one_bit_in_a_chunk_that_asks_for_memory(lab):
+    name = data_file(lab)
+    data = lab.files[name]
+    at = data.index(b'_rebuild_tensor_v2\nq') + len(b'_rebuild_tensor_v2\n')
+    merged = lab.merged(name, data[:at] + b'r' + b'\xff\xff\xff\x7f' + data[at + 5 :])
+    assert merged is None
+
+
+def test_a_shifted_chunk_is_refused(lab):
+    """The length of the extra fields of a local header, eight less: all values would move."""
+    name = data_file(lab)
+    data = bytearray(lab.files[name])
+    at = data.index(b'archive/data/0FB') - 2
+    data[at] -= 8
+    assert lab.merged(name, bytes(data)) is None
+
+
+def test_a_shape_larger_than_its_bytes_takes_no_memory(lab):
+    metadata = dcp.FileSystemReader(lab.paths[1]).read_metadata()
+    entry = metadata.state_dict_metadata['decoder.final_layernorm.weight']
+    entry.size = torch.Size([2**36])
+    entry.chunks[0] = ChunkStorageMetadata(torch.Size([0]), torch.Size([2**36]))
+    assert lab.merged('.metadata', pickle.dumps(metadata)) is None
+
+
+def test_a_negated_tensor_keeps_its_sign(tmp_path):
+    tensor = torch._neg_view(torch.ones(5))
+    path = tmp_path / 'chunk'
+    path.write_bytes(saved(tensor))
+    piece = Slice('chunk', 0, path.stat().st_size)
+    with open(path, 'rb') as file:
+        assert locate(file.fileno(), path, piece, 'key', torch.float32, (5,)) is None
+    assert torch.equal(load_chunk(path, piece, 'key', torch.float32, (5,)), -torch.ones(5))
+
+
+@pytest.mark.parametrize('content', [b'[' * 200_000, b'{"sharded_backend": ' + b'7' * 5000 + b'}'])
+def test_json_that_python_gives_up_on(lab, content):
+    assert lab.merged('metadata.json', content) is None
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'[' * 200_000,
+        b'{"files": [["a", "b"]]}',
+        b'{"files": {"a\\u0000b": ""}}',
+        b'{"files": {"..": ""}}',
+    ],
+)
+def test_manifests_that_name_no_file(lab, content):
+    try:
+        assert lab.merged('integrity.json', content, verify=True) is None
+    finally:
+        (lab.paths[1] / 'integrity.json').unlink()
+
+
+def test_a_message_stays_on_its_line():
+    assert str(CheckpointError('key a\nb\x1b[31m: ü')) == r'key a\nb\x1b[31m: ü'

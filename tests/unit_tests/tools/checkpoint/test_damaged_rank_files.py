@@ -6,6 +6,7 @@ docs/reliability.md.
 
 import io
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -92,3 +93,54 @@ def test_rank_file_with_damaged_zip_headers(lab, data):
     """The last bytes are the archive's directory."""
     tail = data.draw(damaged_bytes(lab.content[-4000:]))
     lab.split(lab.content[:-4000] + tail)
+
+
+# --- what the campaigns found, each once
+
+
+def changed(state, **values):
+    return {**state, **values}
+
+
+def with_args(state, **values):
+    return changed(state, args=Namespace(**{**vars(state['args']), **values}))
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda state: changed(
+            state, model0={**state['model0'], 'decoder.layers.9999999999.x': torch.ones(1)}
+        ),
+        lambda state: changed(state, model0={**state['model0'], 3: torch.ones(1)}),
+        lambda state: changed(state, model99999999={}),
+        lambda state: changed(state, model01=state['model1']),
+        lambda state: changed(state, iteration=torch.ones(3)),
+        lambda state: changed(state, pipeline_stage_states=[1, 2]),
+        lambda state: changed(state, optimizer={'state': {}, 'param_groups': 3}),
+        lambda state: changed(state, optimizer={'state': 3, 'param_groups': []}),
+        lambda state: with_args(state, virtual_pipeline_model_parallel_size='2'),
+        lambda state: with_args(state, world_size='8', data_parallel_size=[]),
+    ],
+)
+def test_odd_rank_files_are_refused(lab, change):
+    assert lab.split(saved(change(lab.state)))
+
+
+def test_sizes_of_the_first_rank_make_no_lists(lab):
+    first = lab.source / ITERATION / 'mp_rank_00_000' / FILE
+    content = first.read_bytes()
+    state = torch.load(first, weights_only=False)
+    for name in ('pipeline', 'tensor', 'expert'):
+        first.write_bytes(saved(with_args(state, **{f'{name}_model_parallel_size': 2**40})))
+        try:
+            assert lab.split(lab.content)
+        finally:
+            first.write_bytes(content)
+
+
+def test_a_shifted_tensor_is_refused(lab):
+    data = bytearray(lab.content)
+    at = data.index(b'/data/0FB') + len(b'/data/0')
+    data[at - len('model_optim_rng/data/0') - 2] -= 8
+    assert lab.split(bytes(data))
