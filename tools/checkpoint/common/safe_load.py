@@ -65,7 +65,7 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
 _NUMPY: list[Any] = [
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
     *(
-        (getattr(numpy._core.multiarray, name), f'numpy.{core}.multiarray.{name}')
+        (getattr(importlib.import_module('numpy._core.multiarray'), name), f'numpy.{core}.multiarray.{name}')
         for name in ('scalar', '_reconstruct')
         for core in ('core', '_core')
     ),

@@ -166,7 +166,7 @@ def _own_group(rank: int, size: int) -> Iterator[Ranks]:
     try:
         if _store is None:
             _store, rank, size = next(
-                dist.rendezvous('env://', rank, size, timeout=TIMEOUT)  # type: ignore[attr-defined]
+                dist.rendezvous('env://', rank, size, timeout=TIMEOUT)
             )
         _merges += 1
         dist.init_process_group(
