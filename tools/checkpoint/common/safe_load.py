@@ -62,10 +62,14 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
 
 # RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
 # `numpy.core` and since then under `numpy._core`.
+_MULTIARRAY = importlib.import_module('numpy._core.multiarray')
 _NUMPY: list[Any] = [
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
     *(
-        (getattr(importlib.import_module('numpy._core.multiarray'), name), f'numpy.{core}.multiarray.{name}')
+        (
+            getattr(importlib.import_module('numpy._core.multiarray'), name),
+            f'numpy.{core}.multiarray.{name}',
+        )
         for name in ('scalar', '_reconstruct')
         for core in ('core', '_core')
     ),
