@@ -93,7 +93,7 @@ def data_file(lab):
     return next(name for name in sorted(lab.files) if name.endswith('.distcp'))
 
 
-@examples(150)
+@examples(60)
 @given(st.data())
 def test_metadata_with_damaged_bytes(lab, data):
     merged = lab.merged('.metadata', data.draw(damaged_bytes(lab.files['.metadata'])))
@@ -101,7 +101,7 @@ def test_metadata_with_damaged_bytes(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(150)
+@examples(60)
 @given(st.data())
 def test_metadata_with_odd_content(lab, data):
     metadata = dcp.FileSystemReader(lab.paths[1]).read_metadata()
@@ -110,7 +110,7 @@ def test_metadata_with_odd_content(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(100)
+@examples(50)
 @given(st.data())
 def test_tensor_file_with_damaged_bytes(lab, data):
     """What lies in the damaged archives is merged as torch reads it, or refused."""
@@ -127,7 +127,7 @@ def test_tensor_file_with_damaged_bytes(lab, data):
     assert_same(merged, plain_merge([lab.models[0], second], [0.5, 0.5]))
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_common_state_with_damaged_bytes(lab, data):
     merged = lab.merged('common.pt', data.draw(damaged_bytes(lab.files['common.pt'])))
@@ -135,7 +135,7 @@ def test_common_state_with_damaged_bytes(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_common_state_with_odd_content(lab, data):
     state = {'iteration': 2, 'args': None, 'lr': [1, 2.5], 'w': torch.ones(2)}
@@ -144,7 +144,7 @@ def test_common_state_with_odd_content(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_format_file_with_damaged_bytes(lab, data):
     merged = lab.merged('metadata.json', data.draw(damaged_bytes(lab.files['metadata.json'])))
@@ -152,7 +152,7 @@ def test_format_file_with_damaged_bytes(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_dry_run_of_a_load_with_odd_metadata(lab, data):
     """The look at what a load will do ends in its report, with 0 or 1."""

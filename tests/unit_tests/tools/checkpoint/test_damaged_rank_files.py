@@ -75,19 +75,19 @@ def lab(vpp, tmp_path_factory):
     return made
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_rank_file_with_damaged_bytes(lab, data):
     lab.split(data.draw(damaged_bytes(lab.content)))
 
 
-@examples(60)
+@examples(30)
 @given(st.data())
 def test_rank_file_with_odd_content(lab, data):
     lab.split(saved(data.draw(damaged_object(lab.state))))
 
 
-@examples(40)
+@examples(20)
 @given(st.data())
 def test_rank_file_with_damaged_zip_headers(lab, data):
     """The last bytes are the archive's directory."""
