@@ -16,6 +16,7 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 $(READY): tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)

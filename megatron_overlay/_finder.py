@@ -121,8 +121,8 @@ def core_version() -> tuple[str, str]:
                 values[key.strip()] = value.partition('#')[0].strip().strip('\'"')
     except OSError:
         pass
-    numbers = [values.get(key) for key in ('MAJOR', 'MINOR', 'PATCH')]
-    if None in numbers:
+    numbers = [values[key] for key in ('MAJOR', 'MINOR', 'PATCH') if key in values]
+    if len(numbers) < 3:
         return '', directory
     return '.'.join(numbers) + values.get('PRE_RELEASE', ''), directory
 

@@ -1,4 +1,13 @@
-"""Convert legacy Megatron checkpoints between pipeline stages and virtual pipeline chunks."""
+r"""Convert legacy Megatron checkpoints between pipeline stages and virtual pipeline chunks.
+
+From a shell::
+
+    python tools/checkpoint/convert_ckpt_pp_vpp.py reshape --load-dir D --save-dir OUT \
+        --pipeline-size 2 --virtual-size 2
+
+From Python: ``main`` with the same words; or, to catch ``CheckpointError`` and see the plan,
+``prepare`` and ``execute`` of ``pp_vpp.convert`` on a request that ``pp_vpp.commands`` makes.
+"""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Merge the model tensors of several ``torch_dist`` checkpoints as a weighted sum.
+r"""Merge the model tensors of several ``torch_dist`` checkpoints as a weighted sum.
 
 From a shell::
 
@@ -67,7 +67,8 @@ def merge_same_layout_dcp_metadata_checkpoints(
         The others are the command line's flags of the same names.
 
     Returns:
-        what was done, the same on every rank
+        what was done, the same on every rank: ``output_dir``, ``inputs``, ``weights``,
+        ``averaged_tensors``, ``bytes_read``, ``bytes_written``, ``timings``, ``warnings``, …
 
     Raises:
         CheckpointError: (a ``ValueError``) anything wrong with the inputs, the files or the other

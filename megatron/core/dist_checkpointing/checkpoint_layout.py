@@ -26,6 +26,9 @@ _OBJECT_SHARD_RE = re.compile(r'/shard_[\d.]+_[\d.]+$')
 _OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.')
 _MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
 
+# The number of layers is read from a file, and lists are made of that length.
+_MOST_LAYERS = 100_000
+
 DENSE, MOE = 'dense', 'moe'
 # Where GPTModel's and HybridModel's own weights stand.
 WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
@@ -103,6 +106,10 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
         num_layers = 1 + max(int(index) for index, _, _ in layers if index is not None)
     else:
         num_layers = next((sizes[key][0] for _, _, key in layers if sizes[key]), 0)
+    if num_layers > _MOST_LAYERS:
+        raise CheckpointingException(
+            f'{layers[0][2]}: a model of {num_layers} layers; the metadata is damaged.'
+        )
     family, evidence = _family(names, layers, indexed)
     mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
     return CheckpointLayout(

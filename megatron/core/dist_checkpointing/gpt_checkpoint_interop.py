@@ -8,6 +8,14 @@ reads and reshards as for any other checkpoint.
 
 The state of an optimizer in a model-space format carries the parameters' keys and shards, so the
 same functions serve it.
+
+``megatron.training`` calls all this on ``--load``; by hand::
+
+    layout = read_checkpoint_layout(directory)  # of checkpoint_layout
+    layer_maps = gpt_compatible_layer_maps('M*-M*-', layout)
+    request = model.sharded_state_dict()
+    retarget_sharded_state_dict_to_gpt_checkpoint(request, layer_maps)
+    model.load_state_dict(dist_checkpointing.load(request, directory))
 """
 
 import re

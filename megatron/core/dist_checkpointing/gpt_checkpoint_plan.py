@@ -54,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
                 f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
             )
         layer_maps = gpt_compatible_layer_maps(options.pattern, layout)
+        lines = list(describe(directory, layout, layer_maps))
     except (CheckpointingException, ValueError) as error:
         print(f'Will not load: {error}')
         return 1
-    print('\n'.join(describe(directory, layout, layer_maps)))
+    print('\n'.join(lines))
     return 0
 
 
@@ -119,8 +120,18 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
 
 
 def optimizer_format(directory: str, layout: CheckpointLayout) -> str | None:
-    """Sharding type of the distributed optimizer's state; None for no optimizer state at all."""
+    """Sharding type of the distributed optimizer's state; None for no optimizer state at all.
+
+    Raises:
+        CheckpointingException: the common state can't be read.
+    """
     if not layout.has_optimizer:
         return None
-    content = load_content_metadata(directory) or {}
+    try:
+        content = load_content_metadata(directory) or {}
+    except Exception as error:  # whatever upstream's reader ends in
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+        raise CheckpointingException(
+            f'{directory}: its common state can not be read ({reason}).'
+        ) from error
     return content.get('distrib_optim_sharding_type', 'not of a distributed optimizer')

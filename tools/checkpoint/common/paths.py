@@ -16,7 +16,7 @@ CONFIG_NAME = 'metadata.json'
 RELEASE = 'release'
 
 _ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)
-_ITERATION = re.compile(r'\d+', re.ASCII)
+_ITERATION = re.compile(r'\d{1,100}', re.ASCII)
 
 
 def iteration_dirname(iteration: int | str) -> str:

@@ -15,8 +15,16 @@ from typing import IO, Any
 import numpy
 import torch
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from .errors import CheckpointError, one_line
+from .pickle_scan import refuse_memory_request
 
 METADATA_NAME = '.metadata'
 TRUST_HINT = 'pass --trust-checkpoints only if you trust whoever wrote it'
@@ -54,10 +62,14 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
 
 # RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
 # `numpy.core` and since then under `numpy._core`.
+_MULTIARRAY = importlib.import_module('numpy._core.multiarray')
 _NUMPY: list[Any] = [
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
     *(
-        (getattr(numpy._core.multiarray, name), f'numpy.{core}.multiarray.{name}')
+        (
+            getattr(importlib.import_module('numpy._core.multiarray'), name),
+            f'numpy.{core}.multiarray.{name}',
+        )
         for name in ('scalar', '_reconstruct')
         for core in ('core', '_core')
     ),
@@ -91,7 +103,7 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
 
     Raises:
         CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata
-            (named in the message)
+            (named in the message), or an entry whose fields aren't of their types
     """
     path = Path(path)
     file = path / METADATA_NAME if path.is_dir() else path
@@ -116,7 +128,47 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
         getattr(metadata, 'storage_data', None), dict
     ):
         raise CheckpointError(f'{file}: holds {type(metadata).__name__}, expected DCP metadata')
+    for key, entry in metadata.state_dict_metadata.items():
+        if not (isinstance(key, str) and _is_entry(entry)):
+            raise CheckpointError(f'{file}: not DCP metadata, or damaged (entry {key!r:.99})')
+    for index, place in metadata.storage_data.items():
+        if not _is_place(index, place):
+            raise CheckpointError(
+                f'{file}: not DCP metadata, or damaged (storage of {index!r:.99})'
+            )
     return metadata
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether every field that is read of an entry has its type: a pickle can leave any out."""
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    properties = getattr(entry, 'properties', None)
+    chunks = getattr(entry, 'chunks', None)
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(properties, TensorProperties)
+        and isinstance(getattr(properties, 'dtype', None), torch.dtype)
+        and isinstance(getattr(entry, 'size', None), torch.Size)
+        and isinstance(chunks, list)
+        and all(
+            isinstance(getattr(chunk, name, None), torch.Size)
+            for chunk in chunks
+            for name in ('offsets', 'sizes')
+        )
+    )
+
+
+def _is_place(index: Any, place: Any) -> bool:
+    return (
+        isinstance(index, MetadataIndex)
+        and isinstance(getattr(index, 'fqn', None), str)
+        and isinstance(getattr(index, 'offset', None), torch.Size | None)
+        and isinstance(place, _StorageInfo)
+        and isinstance(getattr(place, 'relative_path', None), str)
+        and type(getattr(place, 'offset', None)) is int
+        and type(getattr(place, 'length', None)) is int
+    )
 
 
 def _restricted_loads(data: bytes) -> Any:
@@ -124,6 +176,7 @@ def _restricted_loads(data: bytes) -> Any:
 
     A pickle can set attributes on any object it can name, so also on the admitted classes.
     """
+    refuse_memory_request(data)
     classes = [
         value
         for module, names in _METADATA_GLOBALS.items()

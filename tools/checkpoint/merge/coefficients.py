@@ -1,6 +1,7 @@
 """Weights from a file, in place of a schedule."""
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,9 +25,10 @@ def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, 
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError
             weight = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
-                f'{file}: {key!r}: {value!r}, expected an iteration and its weight'
+                f'{file}: {reprlib.repr(key)}: {reprlib.repr(value)}, expected an iteration and '
+                'its weight'
             ) from error
         if iteration in weights:
             raise CheckpointError(f'{file}: iteration {iteration} twice')

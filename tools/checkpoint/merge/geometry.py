@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy
 
+_LARGEST_GRID = 1 << 26  # cells of a byte
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -55,6 +57,8 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether two boxes share an element, counted on the grid of all their edges."""
+    if math.prod(2 * len(boxes) for _ in shape) > _LARGEST_GRID:
+        return _pair_overlaps(boxes)
     grids = []
     for dim in range(len(shape)):
         edges = sorted({box.offsets[dim] for box in boxes} | {box.ends[dim] for box in boxes})
@@ -69,6 +73,16 @@ def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
             return True
         counts[cells] = 1
     return False
+
+
+def _pair_overlaps(boxes: Sequence[Box]) -> bool:
+    """The same from each box and those before it, in memory that grows with their number."""
+    starts = numpy.array([box.offsets for box in boxes])
+    ends = numpy.array([box.ends for box in boxes])
+    return any(
+        ((starts[:index] < ends[index]) & (starts[index] < ends[:index])).all(axis=1).any()
+        for index in range(1, len(boxes))
+    )
 
 
 def runs(part: Box, first: Box, second: Box) -> Iterator[tuple[int, int, int]]:

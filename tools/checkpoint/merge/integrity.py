@@ -27,13 +27,13 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
         return None
     try:
         content = json.loads(file.read_text())
-        algorithm, files = content.get('algorithm', _ALGORITHM), dict(content['files'])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        algorithm, files = content.get('algorithm', _ALGORITHM), dict(content['files'].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f'{file}: no integrity manifest: {error!r}') from error
     if algorithm != _ALGORITHM:
         raise CheckpointError(f'{file}: algorithm {algorithm!r}, expected {_ALGORITHM!r}')
     for name in files:
-        if '/' in name or name in ('', '..'):
+        if not name.isprintable() or '/' in name or name in ('', '..'):
             raise CheckpointError(f'{file}: names {name!r}, expected a file of the checkpoint')
     return files
 

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.pickle_scan import refuse_memory_request
 from ..common.safe_load import load_torch
+from ..common.zip_record import HEADER, payload_start
 from .source import Slice
 
 _TAIL = 4096
@@ -32,7 +34,7 @@ _END = struct.Struct('<4s4H2LH')
 _END64_LOCATOR = struct.Struct('<4sLQL')
 _END64 = struct.Struct('<4sQ2H2L4Q')
 _ENTRY = struct.Struct('<4s6H3L5H2L')
-_LOCAL = struct.Struct('<4s5H3L2H')
+_USUAL_HEADER = 256  # bytes; torch aligns what follows to 64
 
 
 class _NotPlain(Exception):
@@ -154,17 +156,18 @@ def locate(
         names = [name for name in directory if name.endswith(b'/data.pkl')]
         if len(names) != 1:
             raise _NotPlain
-        start, length = _record(descriptor, path, piece, directory[names[0]])
+        start, length = _record(descriptor, path, piece, directory, names[0])
         data = bytearray(length)
         read_exactly(descriptor, memoryview(data), start, path)
+        refuse_memory_request(data)
         tensor = _TensorUnpickler(io.BytesIO(data)).load()
-        if not isinstance(tensor, _StoredTensor):
+        if not isinstance(tensor, _StoredTensor) or len(tensor.size) != len(tensor.stride):
             raise _NotPlain
         root = names[0].removesuffix(b'data.pkl')
         start, length = _record(
-            descriptor, path, piece, directory[root + b'data/' + tensor.storage.encode()]
+            descriptor, path, piece, directory, root + b'data/' + tensor.storage.encode()
         )
-        if _order(descriptor, path, piece, directory.get(root + b'byteorder')) != b'little':
+        if _order(descriptor, path, piece, directory, root + b'byteorder') != b'little':
             raise _NotPlain
     except CheckpointError:
         raise
@@ -178,6 +181,7 @@ def locate(
         TypeError,
         IndexError,
         AttributeError,
+        OverflowError,
     ):
         return None
     if tensor.dtype != dtype or tensor.size != tuple(sizes):
@@ -193,7 +197,10 @@ def locate(
     return start
 
 
-def _directory(descriptor: int, path: Path, piece: Slice) -> dict[bytes, tuple[int, int]]:
+_Directory = dict[bytes, tuple[int, int]]
+
+
+def _directory(descriptor: int, path: Path, piece: Slice) -> _Directory:
     """The zip's central directory: record name to (offset of its local header, size)."""
     tail = bytearray(min(_TAIL, piece.length))
     tail_start = piece.length - len(tail)
@@ -208,10 +215,12 @@ def _directory(descriptor: int, path: Path, piece: Slice) -> dict[bytes, tuple[i
         if magic != b'PK\x06\x07' or fields[0] != b'PK\x06\x06' or where < tail_start:
             raise _NotPlain
         count, size, start = fields[7], fields[8], fields[9]
+    if start + size > piece.length:
+        raise _NotPlain
     if start < tail_start:
         tail, tail_start = bytearray(size), start
         read_exactly(descriptor, memoryview(tail), piece.offset + start, path)
-    directory: dict[bytes, tuple[int, int]] = {}
+    directory: _Directory = {}
     at = start - tail_start
     for _ in range(count):
         fields = _ENTRY.unpack_from(tail, at)
@@ -247,24 +256,38 @@ def _wide(extra: bytes, *values: int) -> list[int]:
     return result
 
 
-def _record(descriptor: int, path: Path, piece: Slice, entry: tuple[int, int]) -> tuple[int, int]:
+def _record(
+    descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes
+) -> tuple[int, int]:
     """File offset and size of a record's bytes, from its local header."""
-    header_at, size = entry
-    header = bytearray(_LOCAL.size)
-    if header_at + len(header) > piece.length:
+    header_at, size = directory[name]
+    room = piece.length - header_at
+    if room < HEADER.size:
         raise _NotPlain
+    header = bytearray(min(room, _USUAL_HEADER))
     read_exactly(descriptor, memoryview(header), piece.offset + header_at, path)
-    fields = _LOCAL.unpack(header)
-    start = header_at + _LOCAL.size + fields[9] + fields[10]
-    if fields[0] != b'PK\x03\x04' or fields[3] != 0 or start + size > piece.length:
+    fields = HEADER.unpack_from(header)
+    if fields[0] != b'PK\x03\x04' or fields[3] != 0:
         raise _NotPlain
-    return piece.offset + start, size
+    needed = HEADER.size + fields[9] + fields[10]
+    if len(header) < needed <= room:
+        header = bytearray(needed)
+        read_exactly(descriptor, memoryview(header), piece.offset + header_at, path)
+    start = payload_start(header, name)
+    if start is None:
+        raise CheckpointError(
+            f'{path}: the archive at {piece.offset}: the header of {name.decode(errors="replace")} '
+            "doesn't fit the archive's directory; the file is damaged"
+        )
+    if header_at + start + size > piece.length:
+        raise _NotPlain
+    return piece.offset + header_at + start, size
 
 
-def _order(descriptor: int, path: Path, piece: Slice, entry: tuple[int, int] | None) -> bytes:
-    if entry is None:  # archives from before torch 2.1 don't say
+def _order(descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes) -> bytes:
+    if name not in directory:  # archives from before torch 2.1 don't say
         return b'little'
-    start, size = _record(descriptor, path, piece, entry)
+    start, size = _record(descriptor, path, piece, directory, name)
     data = bytearray(size)
     read_exactly(descriptor, memoryview(data), start, path)
     return bytes(data)
@@ -279,8 +302,12 @@ class _StoredTensor:
         offset: int,
         size: Sequence[int],
         stride: Sequence[int],
-        *_: object,
+        requires_grad: object = None,
+        hooks: object = None,
+        flags: object = None,
     ) -> None:
+        if flags:  # negated or conjugated when looked at
+            raise _NotPlain
         _, self.dtype, self.storage, _, _ = storage
         self.offset = offset
         self.size = tuple(size)

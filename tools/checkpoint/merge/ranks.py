@@ -166,9 +166,7 @@ def _own_group(rank: int, size: int) -> Iterator[Ranks]:
     global _store, _merges
     try:
         if _store is None:
-            _store, rank, size = next(
-                dist.rendezvous('env://', rank, size, timeout=TIMEOUT)  # type: ignore[attr-defined]
-            )
+            _store, rank, size = next(dist.rendezvous('env://', rank, size, timeout=TIMEOUT))
         _merges += 1
         dist.init_process_group(
             'gloo',

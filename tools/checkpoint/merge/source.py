@@ -207,7 +207,13 @@ def _tensor_entry(
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if box in chunks:
             raise CheckpointError(f'{directory}: {key}: chunk at {box.offsets} stored twice')
-        chunks[box] = _slice(directory, metadata, MetadataIndex(key, chunk.offsets))
+        piece = _slice(directory, metadata, MetadataIndex(key, chunk.offsets))
+        if piece.length < box.numel * dtype.itemsize:
+            raise CheckpointError(
+                f'{directory}: {key} at {box.offsets}: {piece.length} bytes are stored, fewer than '
+                f'{box.numel} elements of {_name(dtype)} take; the metadata is damaged'
+            )
+        chunks[box] = piece
     fault = tiling_fault(shape, list(chunks))
     if fault:
         raise CheckpointError(f'{directory}: {key}: {fault}')

@@ -171,7 +171,7 @@ class MergeWriter(FileSystemWriter):
         """Names the published directory, not the temporary one."""
         return StorageMeta(checkpoint_id=str(self._final_path), save_id=self.save_id)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:  # type: ignore[type-arg]
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         """Write all items; a failure is kept in ``failure`` for the ranks to agree on."""
         items = [_by_chunk_size(item) for item in plan.items]
         try:
@@ -282,5 +282,5 @@ def _metadata(plan: MergePlan) -> Metadata:
     entries.update({job.key: BytesStorageMetadata() for job in plan.byte_entries})
     metadata = Metadata(entries, planner_data={})
     if plan.reshaped:
-        metadata.mcore_data = plan.reshaped  # type: ignore[attr-defined]
+        metadata.mcore_data = plan.reshaped
     return metadata

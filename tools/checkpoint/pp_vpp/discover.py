@@ -110,9 +110,8 @@ def rank_files(directory: Path, load_args: Any) -> Source:
             raise CheckpointError(f'{directory / name}: no {FILE_NAME}; the checkpoint is damaged')
     if all(rank.ep is None and rank.pp is not None for rank in ranks):
         args = load_args(directory / names[0] / FILE_NAME)
-        if _size(args, 'pipeline_model_parallel_size') == 1 and (
-            _size(args, 'expert_model_parallel_size') > 1
-        ):
+        sizes = [_size(args, f'{what}_model_parallel_size') for what in ('pipeline', 'expert')]
+        if sizes[0] == 1 and isinstance(sizes[1], int) and sizes[1] > 1:
             ranks = [RankId(rank.tp, None, rank.pp) for rank in ranks]
     if len({(rank.pp is None, rank.ep is None) for rank in ranks}) > 1:
         raise CheckpointError(

@@ -1,6 +1,6 @@
 """Which old (side, PP rank, chunk) becomes which new one: the plan of a conversion, as data."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..common.errors import CheckpointError
@@ -115,6 +115,19 @@ class Plan:
         return [move.layers for move in self.moves if not move.empty]
 
 
+def first_missing(found: Collection[int], size: int | None = None) -> int | None:
+    """The first number that is missing from 0, 1, … ``size`` - 1; None where none is.
+
+    Args:
+        found: the numbers there are
+        size: by default one past the largest of them; it may be any number, being read from a file
+    """
+    if size is None:
+        size = max(found, default=-1) + 1
+    first = next(number for number in range(len(found) + 1) if number not in found)
+    return first if first < size else None
+
+
 def interleaved(pipeline_size: int, chunks: int, side: str = '') -> list[ChunkId]:
     """Every chunk of a layout in pipeline order: chunk 0 of all ranks, then chunk 1, and so on.
 
@@ -181,18 +194,17 @@ def resplit(
     Raises:
         CheckpointError: the layers can't be divided so
     """
-    targets = interleaved(pipeline_size, virtual_size)
-    total = sum(layers)
+    count, total = pipeline_size * virtual_size, sum(layers)
     if new_layers is None:
-        if total % len(targets):
+        if total % count or not total:
             raise CheckpointError(
                 f"{total} layers can't be divided over {pipeline_size} pipeline ranks with "
-                f'{virtual_size} chunks each ({len(targets)} chunks); give --layers-per-chunk'
+                f'{virtual_size} chunks each ({count} chunks); give --layers-per-chunk'
             )
-        new_layers = [total // len(targets)] * len(targets)
-    if len(new_layers) != len(targets):
+        new_layers = [total // count] * count
+    if len(new_layers) != count:
         raise CheckpointError(
-            f'--layers-per-chunk: {len(new_layers)} numbers, expected {len(targets)} '
+            f'--layers-per-chunk: {len(new_layers)} numbers, expected {count} '
             f'(--pipeline-size {pipeline_size} times --virtual-size {virtual_size})'
         )
     if sum(new_layers) != total:
@@ -200,6 +212,7 @@ def resplit(
             f'--layers-per-chunk: adds up to {sum(new_layers)}, but the checkpoint has '
             f'{total} layers'
         )
+    targets = interleaved(pipeline_size, virtual_size)
     homes = [
         (source, layer)
         for source, count in zip(sources, layers, strict=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..common.errors import CheckpointError
+from .layout import first_missing
 
 _LAYER = re.compile(r'(decoder\.layers\.|encoder\.layers\.)(\d+)(\..+)', re.DOTALL)
 EMBEDDING = 'embedding.word_embeddings.weight'
@@ -43,10 +44,10 @@ def count_layers(state: Mapping[str, Any], where: str) -> int:
             'models can be converted'
         )
     for prefix, found in numbers.items():
-        missing = set(range(max(found) + 1)) - found
-        if missing:
+        missing = first_missing(found)
+        if missing is not None:
             raise CheckpointError(
-                f'{where}: {prefix}{min(missing)} is missing (found {len(found)} layers up to '
+                f'{where}: {prefix}{missing} is missing (found {len(found)} layers up to '
                 f'{max(found)}); the checkpoint is damaged'
             )
     return sum(len(found) for found in numbers.values())

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 
 from ..common.errors import CheckpointError
@@ -338,7 +339,7 @@ def equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and bool(numpy.all(one == other))
 
 
 def _short(value: Any) -> str:

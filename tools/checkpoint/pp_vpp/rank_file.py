@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, reading
 from . import edges, model_state, optimizer_state, param_match
-from .layout import Move, Piece
+from .layout import Move, Piece, first_missing
 from .optimizer_state import RankOptimizer, Slot
 from .rank_args import Layout, rewrite
 
@@ -57,7 +57,11 @@ class OldRank:
         """Entries that the stage of a chunk has for itself: as kept by a merge, or the rank's."""
         kept = self.state.get(STAGE_STATES)
         if chunk is not None and kept is not None:
-            if not isinstance(kept, list) or len(kept) != len(self.chunks):
+            if (
+                not isinstance(kept, list)
+                or len(kept) != len(self.chunks)
+                or not isinstance(kept[chunk], Mapping)
+            ):
                 raise CheckpointError(
                     f'{self.path}, key {STAGE_STATES}: not one entry for each of '
                     f'{len(self.chunks)} chunks; the checkpoint is damaged'
@@ -84,12 +88,14 @@ def chunk_numbers(path: Path, state: Mapping[str, Any]) -> list[int | None]:
             f'{path}: key `model` is missing (found {", ".join(map(str, state)) or "nothing"}); '
             'not a rank file of a model'
         )
-    if numbers != list(range(len(numbers))):
-        missing = min(set(range(numbers[-1] + 1)) - set(numbers))
+    missing = first_missing(numbers)
+    if missing is not None:
         raise CheckpointError(
             f'{path}: key `model{missing}` is missing (found up to `model{numbers[-1]}`); the '
             'file is damaged'
         )
+    if len(set(numbers)) < len(numbers):
+        raise CheckpointError(f'{path}: two keys for one chunk (such as `model1` and `model01`)')
     return [None] if plain else list(numbers)
 
 
@@ -107,6 +113,11 @@ def take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> Ol
     for key in _REQUIRED:
         if key not in state:
             raise CheckpointError(f'{path}: key `{key}` is missing; not a rank file, or damaged')
+    with reading(path, 'rank file that Megatron wrote'):
+        return _take_apart(path, state, with_optimizer)
+
+
+def _take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> OldRank:
     chunks = {
         number: state['model' if number is None else f'model{number}']
         for number in chunk_numbers(path, state)
@@ -252,6 +263,13 @@ def put_together(
         CheckpointError: chunks from several ranks that differ in what a rank has only once
     """
     ranks = list({id(rank): rank for chunk in chunks for rank in chunk.ranks}.values())
+    with reading(ranks[0].path, 'rank file that Megatron wrote'):
+        return _put_together(ranks, chunks, layout, with_optimizer)
+
+
+def _put_together(
+    ranks: Sequence[OldRank], chunks: Sequence[NewChunk], layout: Layout, with_optimizer: bool
+) -> dict[str, Any]:
     _refuse_differences(ranks, with_optimizer)
     models = {
         'model' if layout.virtual_size is None else f'model{number}': chunk.state

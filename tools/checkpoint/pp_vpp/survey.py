@@ -8,7 +8,7 @@ from typing import Any
 from ..common.errors import CheckpointError
 from ..common.paths import parse_iteration_dirname
 from .discover import Source, find_source
-from .layout import ChunkId
+from .layout import ChunkId, first_missing
 from .model_state import count_layers
 from .rank_file import chunk_numbers
 from .torch_file import read
@@ -91,6 +91,7 @@ def survey_source(name: str, source: Source, trust: bool) -> SideSurvey:
         path = source.files[rank, tp, ep]
         state = read(path, trust).state
         layers, empty = {}, set()
+        _check_sizes(path, state.get('args'))
         for number in chunk_numbers(path, state):
             key = 'model' if number is None else f'model{number}'
             layers[number] = count_layers(state[key], f'{path}, {key}')
@@ -98,6 +99,22 @@ def survey_source(name: str, source: Source, trust: bool) -> SideSurvey:
                 empty.add(number)
         stages[rank] = StageSurvey(path, layers, frozenset(empty), state.get('args'))
     return SideSurvey(name, source, stages)
+
+
+def _check_sizes(path: Path, args: Any) -> None:
+    """What is read of ``args`` as a number is one, or None."""
+    for name in (
+        'pipeline_model_parallel_size',
+        'virtual_pipeline_model_parallel_size',
+        'tensor_model_parallel_size',
+        'expert_model_parallel_size',
+        'num_layers',
+    ):
+        value = getattr(args, name, None)
+        if not isinstance(value, int | None):
+            raise CheckpointError(
+                f'{path}: args.{name} is {value!r:.99}, expected a number; the file is damaged'
+            )
 
 
 def require_standard(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[ChunkId]:
@@ -208,9 +225,10 @@ def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
         CheckpointError: names the missing rank
     """
     expected = getattr(args, 'pipeline_model_parallel_size', None) or max(ranks) + 1
-    if missing := sorted(set(range(expected)) - set(ranks)):
+    missing = first_missing(ranks, expected)
+    if missing is not None:
         raise CheckpointError(
-            f'{where}: pipeline stage {missing[0]} is missing (found {_list(ranks)}, expected '
+            f'{where}: pipeline stage {missing} is missing (found {_list(ranks)}, expected '
             f'{expected} stages)'
         )
     if len(ranks) > expected:
@@ -239,15 +257,16 @@ def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, in
     args = side.stages[ranks[0]].args
     for index, name in enumerate(('tensor_model_parallel_size', 'expert_model_parallel_size')):
         sizes[index] = max(sizes[index], getattr(args, name, None) or 1)
-    tensor = set(range(sizes[0]))
-    if missing := sorted(tensor - {tp for tp, _ in shards}):
+    missing = first_missing({tp for tp, _ in shards}, sizes[0])
+    if missing is not None:
         raise CheckpointError(
-            f'{directory}: tensor-parallel rank {missing[0]} of stage {ranks[0]} is missing '
+            f'{directory}: tensor-parallel rank {missing} of stage {ranks[0]} is missing '
             f'(found {_shards(shards)}, expected {sizes[0]} ranks)'
         )
-    if missing := sorted(set(range(sizes[1])) - {ep or 0 for _, ep in shards}):
+    missing = first_missing({ep or 0 for _, ep in shards}, sizes[1])
+    if missing is not None:
         raise CheckpointError(
-            f'{directory}: expert-parallel rank {missing[0]} of stage {ranks[0]} is missing '
+            f'{directory}: expert-parallel rank {missing} of stage {ranks[0]} is missing '
             f'(found {_shards(shards)}, expected {sizes[1]} ranks)'
         )
     expected = getattr(args, 'tensor_model_parallel_size', None)
@@ -267,9 +286,9 @@ def check_iteration(path: Path, state: Any, directory: Path) -> None:
     """
     expected = parse_iteration_dirname(directory.name)
     found = state.get('iteration', expected)  # a missing key is another error
-    if expected is not None and found != expected:
+    if expected is not None and (not isinstance(found, int) or found != expected):
         raise CheckpointError(
-            f'{path}: key `iteration` is {found}, expected {expected} as in '
+            f'{path}: key `iteration` is {found!r:.99}, expected {expected} as in '
             f'{directory.name}; a copy under another name, or damaged'
         )
 

@@ -21,10 +21,10 @@ from typing import IO, Any, BinaryIO, Self, cast
 import numpy
 import torch
 
-from ..common.errors import CheckpointError, one_line
+from ..common.errors import CheckpointError, reading
 from ..common.safe_load import load_torch
+from ..common.zip_record import HEADER, payload_start
 
-_LOCAL_HEADER = struct.Struct('<26xHH')
 _DIRECTORY_ENTRY = struct.Struct('<16xI8xHHH12x')
 _DESCRIPTOR = b'PK\x07\x08'
 _BLOCK = 1 << 20  # bytes; stays in the cache between reading and writing
@@ -82,10 +82,9 @@ def read(path: Path, trust: bool) -> MappedFile:
     state = load_torch(path, trust=trust, mmap=True)
     if not isinstance(state, dict):
         raise CheckpointError(f'{path}: holds {type(state).__name__}, expected a dict')
-    try:
-        return MappedFile(path, state, _records(path, state))
-    except (zipfile.BadZipFile, struct.error, ValueError) as error:
-        raise CheckpointError(f'{path}: damaged zip directory: {one_line(error)}') from error
+    with reading(path, 'archive that torch.save wrote'):
+        records = _records(path, state)
+    return MappedFile(path, state, records)
 
 
 def write(path: Path, state: Any, records: Records, wrote: Callable[[int], object]) -> None:
@@ -217,10 +216,18 @@ def _set_checksums(file: BinaryIO, checksums: Mapping[tuple[int, int], int]) -> 
 
 
 def _payload(file: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """Offset of a record's bytes."""
+    """Offset of a record's bytes.
+
+    Raises:
+        zipfile.BadZipFile: its header doesn't fit the directory
+    """
     file.seek(record.header_offset)
-    name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return record.header_offset + _LOCAL_HEADER.size + name + extra
+    header = file.read(HEADER.size)
+    header += file.read(sum(HEADER.unpack(header)[-2:]))
+    start = payload_start(header, record.orig_filename.encode())
+    if start is None:
+        raise zipfile.BadZipFile(f'damaged header of {record.filename}')
+    return record.header_offset + start
 
 
 def _records(path: Path, state: Any) -> dict[tuple[int, int], Record]:
