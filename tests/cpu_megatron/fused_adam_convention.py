@@ -6,6 +6,9 @@ this class is what its imports find on a machine that has neither, by megatron's
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,11 +34,14 @@ class FusedAdam(torch.optim.Optimizer):
         master_weights: bool = False,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
-        **dtypes: torch.dtype,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
     ):
         if capturable:
             raise NotImplementedError('capturable needs a GPU')
-        if store_param_remainders or set(dtypes.values()) - {torch.float32}:
+        dtypes = {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype}
+        if store_param_remainders or dtypes != {torch.float32}:
             raise NotImplementedError('state in fp32 only')
         defaults = {
             'lr': lr,
@@ -125,3 +131,17 @@ def install() -> None:
     optimizers.FusedAdam = FusedAdam
     optimizers.FusedSGD = torch.optim.SGD
     sys.modules['apex.optimizers'] = optimizers
+
+
+@contextmanager
+def found_in_transformer_engine() -> Iterator[None]:
+    """Let this class be TE's inside the block: megatron looks there for a precision-aware one."""
+    optimizers = types.ModuleType('transformer_engine.pytorch.optimizers')
+    optimizers.FusedAdam = FusedAdam
+    packages = {
+        name: types.ModuleType(name)
+        for name in ('transformer_engine', 'transformer_engine.pytorch')
+    }
+    packages['transformer_engine'].__version__ = '0.0.0'  # what megatron takes without one
+    with mock.patch.dict(sys.modules, packages | {optimizers.__name__: optimizers}):
+        yield

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from tests.cpu_megatron.pretrain import prepare
 warnings.simplefilter('ignore')
 prepare(simulate_devices=True)
 
+from tests.cpu_megatron.fused_adam_convention import found_in_transformer_engine  # noqa: E402
 from tests.cpu_megatron.recorder import model_state, optimizer_state  # noqa: E402
 from tests.cpu_megatron.session import (  # noqa: E402
     Training,
@@ -39,9 +41,9 @@ def fact(number: int, text: str, when: bool = True):
 
 def start(seed: int = 1234, bf16: bool = True, bucket_size: int | None = None, **options):
     """A fresh model and optimizer in a fresh random state."""
-    return Training.start(
-        gpt(bf16=bf16), distributed_optimizer(bf16=bf16, **options), bucket_size=bucket_size
-    )
+    with found_in_transformer_engine() if FUSED else nullcontext():
+        config = distributed_optimizer(bf16=bf16, **options)
+    return Training.start(gpt(bf16=bf16), config, bucket_size=bucket_size)
 
 
 def offload(fraction: float, precision_aware: bool = True) -> dict:

@@ -17,8 +17,8 @@ FORMATS = {
 }
 LEGACY = {'legacy': ['--ckpt-format', 'torch']}
 PLAIN = ['--bf16', '--use-distributed-optimizer']
-BUCKETS = ['--overlap-grad-reduce', '--ddp-bucket-size', '4000']
-MOE = ['--num-experts', '4']
+# buckets of experts and of the other parameters
+MOE = ['--num-experts', '4', '--overlap-grad-reduce', '--ddp-bucket-size', '4000']
 
 
 def offload(fraction: float) -> list[str]:
@@ -33,20 +33,13 @@ OPTIONS = {
     'plain': PLAIN,
     'offload 0.5': PLAIN + offload(0.5),
     'offload 1.0': PLAIN + offload(1.0),
-    'buckets': PLAIN + BUCKETS,
-    'buckets offload 0.5': PLAIN + BUCKETS + offload(0.5),
-    'moe': PLAIN + MOE,
-    'moe offload 0.5': PLAIN + MOE + offload(0.5),
+    'moe buckets': PLAIN + MOE,
+    'moe buckets offload 0.5': PLAIN + MOE + offload(0.5),
 }
 CASES = [
-    (nproc, sharding_type, name)
-    for nproc in (1, 2)
-    for sharding_type in FORMATS
-    for name in OPTIONS
-    # on two ranks, most of them in one format
-    if nproc == 1
-    or name in ('plain', 'offload 0.5')
-    or (sharding_type == 'dp_reshardable' and 'offload' in name)
+    *((1, sharding_type, name) for sharding_type in FORMATS for name in OPTIONS),
+    *((2, sharding_type, name) for sharding_type in FORMATS for name in ('plain', 'offload 0.5')),
+    (2, 'dp_reshardable', 'moe buckets offload 0.5'),
 ]
 RESHARDED = ('plain', 'offload 0.5')
 CASES += [(nproc, 'legacy', name) for nproc in (1, 2) for name in RESHARDED]
