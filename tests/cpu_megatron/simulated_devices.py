@@ -100,8 +100,14 @@ class SimulatedDevices(TorchFunctionMode):
         return result
 
 
+def _module_to_gpu(module, device=None):
+    for param in module.parameters():
+        put_on_gpu(param)
+    return module
+
+
 def install() -> None:
-    """Simulate from here on; the parameters handed to HybridDeviceOptimizer are on the "GPU"."""
+    """Simulate from here on; ``module.cuda()`` and HybridDeviceOptimizer's parameters are there."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     devices = SimulatedDevices()
@@ -132,5 +138,7 @@ def install() -> None:
     )
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = with_parameters_on_gpu
     HybridDeviceOptimizer.step = step_strictly
+    # what a module moves again in its forward (the router of MoE does) stays the same tensor then
+    torch.nn.Module.cuda = _module_to_gpu
     Tensor.is_cuda = property(on_gpu)
     devices.__enter__()
