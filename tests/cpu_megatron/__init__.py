@@ -1,8 +1,8 @@
 """Real megatron-core training, saving and loading on a machine without a GPU.
 
 For tests, examples and benchmarks only. ``install()`` makes ``torch.cuda`` answer for the CPU; the
-megatron code that runs on top of it is the one in site-packages. With a CUDA device present nothing
-is changed.
+megatron code that runs on top of it is the one in site-packages. A GPU that is there is not used,
+but in processes whose environment holds :data:`ON_GPU`: those have the real ``torch.cuda``.
 """
 
 import os
@@ -10,25 +10,31 @@ import os
 os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
 os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
 
+# The environment of a process that runs on a GPU, with the same results every time.
+ON_GPU = {
+    'CPU_MEGATRON_DEVICE': 'cuda',
+    'CUBLAS_WORKSPACE_CONFIG': ':4096:8',
+    'NCCL_ALGO': 'Ring',
+    'NVTE_ALLOW_NONDETERMINISTIC_ALGO': '0',
+}
+
 _installed = False
 
 
-def install() -> bool:
+def on_gpu() -> bool:
+    """Whether this process is to run on a GPU."""
+    return os.environ.get('CPU_MEGATRON_DEVICE') == 'cuda'
+
+
+def install() -> None:
     """Prepare this process; call it before megatron is imported. Later calls do nothing.
 
     ``CPU_MEGATRON_OPTIMIZER=fused_adam`` in the environment gives megatron an Adam with FusedAdam's
-    conventions instead of torch's.
-
-    Returns:
-        True when the CPU stands in for the GPU, False when a CUDA device is present.
+    conventions instead of torch's, unless it finds Transformer Engine's.
     """
     global _installed
     if _installed:
-        return True
-    import torch
-
-    if torch.cuda.is_available():
-        return False
+        return
     from tests.cpu_megatron import (
         collectives,
         facade,
@@ -37,14 +43,14 @@ def install() -> bool:
         mamba_reference,
     )
 
-    facade.install()
-    collectives.install()
+    if not on_gpu():
+        facade.install()
+        collectives.install()
     mamba_reference.install()
     hooks.install()
     if os.environ.get('CPU_MEGATRON_OPTIMIZER', 'torch_adam') == 'fused_adam':
         fused_adam_convention.install()
     _installed = True
-    return True
 
 
 def activate_overlay() -> None:

@@ -1,4 +1,6 @@
-"""Megatron arguments of a tiny run on the CPU, where the caller gave none."""
+"""Megatron arguments of a tiny run, where the caller gave none."""
+
+import tests.cpu_megatron as cpu_megatron
 
 GPT_DEFAULTS = {
     '--num-layers': '2',
@@ -49,11 +51,15 @@ HYBRID_DEFAULTS = {key: value for key, value in GPT_DEFAULTS.items() if key != '
     '--mamba-num-groups': '2',
 }
 
+ON_GPU_DEFAULTS = {'--distributed-backend': 'nccl', '--deterministic-mode': None}
+
 
 def with_defaults(kind: str, given: list[str]) -> list[str]:
     """The given megatron arguments, and the tiny run's for every option that isn't among them."""
     names = {argument.split('=', 1)[0] for argument in given}
     defaults = GPT_DEFAULTS if kind == 'gpt' else HYBRID_DEFAULTS
+    if cpu_megatron.on_gpu():
+        defaults = defaults | ON_GPU_DEFAULTS
     if '--num-experts' in names:
         # with a bias, core's SequentialMLP changes a view in place when TP and EP are 1
         defaults = defaults | {'--disable-bias-linear': None}

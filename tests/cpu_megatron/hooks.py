@@ -35,11 +35,25 @@ def _quiet_rng_tracker(module: ModuleType) -> None:
     )
 
 
+def _help_texts_once(module: ModuleType) -> None:
+    # parsed out of the sources of some thirty classes, twice for every run in a process
+    find = module.ArgumentGroupFactory._get_field_docstrings
+    found = {}
+
+    def find_once(self, config_class):
+        if config_class not in found:
+            found[config_class] = find(self, config_class)
+        return found[config_class]
+
+    module.ArgumentGroupFactory._get_field_docstrings = find_once
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     'megatron.core.models.hybrid.hybrid_block': _norm_without_te,
     'megatron.core.dist_checkpointing.strategies.filesystem_async': _plain_results_queue,
     'megatron.core.datasets.utils': _helpers_are_compiled,
     'megatron.core.tensor_parallel.random': _quiet_rng_tracker,
+    'megatron.training.argument_utils': _help_texts_once,
 }
 
 

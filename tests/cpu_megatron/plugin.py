@@ -1,6 +1,20 @@
-"""Pytest plugin: megatron on the CPU, with the overlay unless ``MEGATRON_OVERLAY=0``."""
+"""Pytest plugin: megatron on the CPU, with the overlay unless ``MEGATRON_OVERLAY=0``.
+
+Tests marked ``gpu`` start processes on a GPU; they are skipped where there is none.
+"""
+
+import pytest
 
 import tests.cpu_megatron as cpu_megatron
+from tests.cpu_megatron import facade
 
 cpu_megatron.install()
 cpu_megatron.activate_overlay()
+
+
+def pytest_collection_modifyitems(items):
+    if facade.cuda_is_real():
+        return
+    for item in items:
+        if item.get_closest_marker('gpu'):
+            item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))

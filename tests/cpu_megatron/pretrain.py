@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import tests.cpu_megatron as cpu_megatron
-from tests.cpu_megatron import facade, simulated_devices
+from tests.cpu_megatron import simulated_devices
 from tests.cpu_megatron.arguments import with_defaults
 
 if TYPE_CHECKING:
@@ -46,10 +46,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(simulate_devices: bool) -> None:
-    """Install the CPU package and the overlay; once a process, before megatron is imported."""
+    """Install the CPU package and the overlay; once a process, before megatron is imported.
+
+    On a GPU there is nothing to simulate.
+    """
     cpu_megatron.install()
     cpu_megatron.activate_overlay()
-    if simulate_devices and not facade.cuda_is_real():
+    if simulate_devices and not cpu_megatron.on_gpu():
         simulated_devices.install()
 
 

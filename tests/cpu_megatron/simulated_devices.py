@@ -10,6 +10,7 @@ allows it: ``copy_``, and 0-dim host tensors.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -52,6 +53,16 @@ class SimulatedDevices(TorchFunctionMode):
     """Carries the flag through operations, and copies where a transfer would."""
 
     strict = False
+    _device_is_of = None
+
+    @contextmanager
+    def device_of(self, tensor: Tensor):
+        """Inside, whatever is moved to a device goes to the memory of the given tensor."""
+        self._device_is_of = tensor
+        try:
+            yield
+        finally:
+            self._device_is_of = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -77,6 +88,8 @@ class SimulatedDevices(TorchFunctionMode):
         source, *rest = args
         wanted = [_is_cuda_device(value) for value in (*rest, kwargs.get('device'))]
         wanted = next((value for value in wanted if value is not None), on_gpu(source))
+        if self._device_is_of is not None:
+            wanted = on_gpu(self._device_is_of)
         return self._transfer(source, func(*args, **kwargs), wanted)
 
     def _transfer(self, source, result, wanted):
@@ -87,13 +100,20 @@ class SimulatedDevices(TorchFunctionMode):
         return result
 
 
+def _module_to_gpu(module, device=None):
+    for param in module.parameters():
+        put_on_gpu(param)
+    return module
+
+
 def install() -> None:
-    """Simulate from here on; the parameters handed to HybridDeviceOptimizer are on the "GPU"."""
+    """Simulate from here on; ``module.cuda()`` and HybridDeviceOptimizer's parameters are there."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     devices = SimulatedDevices()
     step = HybridDeviceOptimizer.step
     find_groups = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+    fit_to_param = torch.optim.Optimizer._process_value_according_to_param_policy
 
     def step_strictly(self, *args, **kwargs):
         devices.strict = True
@@ -108,7 +128,17 @@ def install() -> None:
                 put_on_gpu(param)
         return find_groups(self, offload_fraction)
 
+    def fit_to_param_and_its_memory(param, value, *args, **kwargs):
+        # loaded state goes to param.device, which is the same device for both kinds of memory
+        with devices.device_of(param):
+            return fit_to_param(param, value, *args, **kwargs)
+
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(
+        fit_to_param_and_its_memory
+    )
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = with_parameters_on_gpu
     HybridDeviceOptimizer.step = step_strictly
+    # what a module moves again in its forward (the router of MoE does) stays the same tensor then
+    torch.nn.Module.cuda = _module_to_gpu
     Tensor.is_cuda = property(on_gpu)
     devices.__enter__()

@@ -56,11 +56,11 @@ def loss_func(loss_mask: Tensor, output: Tensor):
 
 def forward_step(data_iterator, model):
     """One microbatch; every pipeline stage and tensor-parallel rank reads the same samples."""
-    batch = next(data_iterator)
+    batch = {name: value.cuda() for name, value in next(data_iterator).items()}
     output = model(
         batch['tokens'],
         batch['position_ids'],
-        causal_mask(batch['tokens'].shape[1]),
+        causal_mask(batch['tokens'].shape[1]).cuda(),
         labels=batch['labels'],
     )
     return output, partial(loss_func, batch['loss_mask'])

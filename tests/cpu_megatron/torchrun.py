@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -90,3 +91,10 @@ def torchrun(
     if process.returncode != 0:
         raise AssertionError(f'{target} exited with {process.returncode}\n{output[-TAIL:]}')
     return subprocess.CompletedProcess(command, process.returncode, output, '')
+
+
+def two_at_once(calls: Iterable[Callable[[], object]]) -> None:
+    """Make the calls, each a :func:`torchrun` that waits, two at a time; raise the first error."""
+    with ThreadPoolExecutor(2) as pool:
+        for call in [pool.submit(call) for call in calls]:
+            call.result()

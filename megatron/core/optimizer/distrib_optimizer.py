@@ -1,7 +1,8 @@
 """Amends upstream's ``DistributedOptimizer``, so that what is loaded is what the next step uses.
 
 ``python -m megatron.core.optimizer.distrib_optimizer CHECKPOINT`` tells what resuming from a
-checkpoint will do; ``python PATH_OF_THIS_FILE CHECKPOINT`` does so from a checkout.
+checkpoint will do, and with ``--check-weights`` whether its optimizer state belongs to its weights;
+``python PATH_OF_THIS_FILE CHECKPOINT`` does so from a checkout.
 """
 
 import sys
@@ -15,7 +16,7 @@ if __name__ == '__main__':
         import megatron_overlay
 
         megatron_overlay.activate()
-    from megatron.core.optimizer.resume_report import main
+    from megatron.core.optimizer.checkpoint_command import main
 
     raise SystemExit(main())
 if sys.argv[0] == '-m':

@@ -3,10 +3,8 @@
 Read are the metadata, the common state and the optimizers' settings; no tensor is.
 """
 
-import argparse
 import io
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +69,7 @@ def read_resume_report(checkpoint: str | Path) -> ResumeReport:
     Raises:
         CheckpointingException: there is no distributed checkpoint, with the reason.
     """
-    directory = _iteration_directory(Path(checkpoint))
+    directory = iteration_directory(Path(checkpoint))
     metadata = load_dcp_metadata(directory)
     return resume_report(directory, metadata, read_common_state(directory, metadata))
 
@@ -97,7 +95,8 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
     )
 
 
-def _iteration_directory(checkpoint: Path) -> Path:
+def iteration_directory(checkpoint: Path) -> Path:
+    """The given directory if it is one iteration's, else the one that its tracker file names."""
     if (checkpoint / 'metadata.json').is_file():
         return checkpoint
     if not checkpoint.is_dir():
@@ -119,7 +118,7 @@ def _iteration_directory(checkpoint: Path) -> Path:
     if (directory / 'metadata.json').is_file():
         return directory
     if any(directory.glob('mp_rank_*')):
-        return _iteration_directory(directory)
+        return iteration_directory(directory)
     raise CheckpointingException(
         f'{tracker} names {latest!r}, but {directory} has no metadata.json; give the directory '
         f'of a complete iteration'
@@ -301,26 +300,3 @@ def _stock(report: ResumeReport) -> list[str]:
     elif report.offload_fraction < 1:
         lines.append('the step of FusedAdam on the GPU stands still after the first step')
     return lines
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when a report was printed, 1 when there was nothing to look at.
-    """
-    parser = argparse.ArgumentParser(
-        prog='python -m megatron.core.optimizer.distrib_optimizer',
-        description='Tell from a distributed checkpoint what resuming from it will do to the '
-        'optimizer. Reads no tensors and changes nothing.',
-    )
-    parser.add_argument(
-        'checkpoint', type=Path, help='directory of one iteration, or the one above it'
-    )
-    options = parser.parse_args(argv)
-    try:
-        print(describe(read_resume_report(options.checkpoint)))
-    except CheckpointingException as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0

@@ -1,56 +1,58 @@
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.cpu_megatron import facade, fused_adam_convention
+import tests.cpu_megatron as cpu_megatron
+from tests.cpu_megatron import fused_adam_convention
 from tests.cpu_megatron.torchrun import REPOSITORY, torchrun
 
-WITH_A_GPU = """
+ON_A_GPU = """
 import sys
 import torch
-torch.cuda.is_available = lambda: True
 before = {name: dict(vars(module)) for name, module in {
     'cuda': torch.cuda, 'tensor': torch.Tensor, 'distributed': torch.distributed}.items()}
-finders = list(sys.meta_path)
 import tests.cpu_megatron
-assert tests.cpu_megatron.install() is False
+tests.cpu_megatron.install()
 for name, module in {
     'cuda': torch.cuda, 'tensor': torch.Tensor, 'distributed': torch.distributed}.items():
-    assert dict(vars(module)) == before[name], name
-assert sys.meta_path == finders
-assert not any(name.split('.')[0] in ('mamba_ssm', 'apex') for name in sys.modules)
+    replaced = [key for key, value in before[name].items() if vars(module).get(key) is not value]
+    assert not replaced, replaced
 assert torch.zeros(1).type() == 'torch.FloatTensor'
 """
 
 WITHOUT = """
 import sys
 import tests.cpu_megatron
-assert tests.cpu_megatron.install() and tests.cpu_megatron.install()
+tests.cpu_megatron.install()
+tests.cpu_megatron.install()
 assert sum(type(finder).__name__ == 'AfterImport' for finder in sys.meta_path) == 1
 assert not any(name.split('.')[0] == 'megatron' for name in sys.modules)
 """
 
 
-def _python(code):
+def _python(code, **env):
     return subprocess.run(
-        [sys.executable, '-c', code], cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, '-c', code],
+        cwd=REPOSITORY,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
     )
 
 
-def test_nothing_changes_where_there_is_a_gpu():
-    result = _python(WITH_A_GPU)
+def test_torch_is_left_alone_on_a_gpu():
+    result = _python(ON_A_GPU, **cpu_megatron.ON_GPU)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(facade.cuda_is_real(), reason='the facade stays out')
 def test_installing_twice_is_once_and_imports_no_megatron():
     result = _python(WITHOUT)
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.skipif(facade.cuda_is_real(), reason='the facade stays out')
 def test_devices_are_the_cpu():
     for device in ('cuda', 'cuda:0', 0, torch.device('cuda', 0)):
         assert torch.empty(2, device=device, pin_memory=True).device.type == 'cpu'

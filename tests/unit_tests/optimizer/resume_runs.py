@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from tests.cpu_megatron.pretrain import prepare, run
+from tests.cpu_megatron.torchrun import torchrun
 
 
 def main() -> None:
@@ -37,6 +38,25 @@ def main() -> None:
 def write_tracker(checkpoints: Path, iteration: int) -> None:
     """Make ``iteration`` the one that is loaded."""
     (checkpoints / 'latest_checkpointed_iteration.txt').write_text(str(iteration))
+
+
+def launch(nproc: int, tasks: list[dict], file: Path, **env: str) -> None:
+    """Start the processes that do the tasks; ``file`` is written for them."""
+    file.write_text(json.dumps(tasks))
+    torchrun(nproc, 'tests.unit_tests.optimizer.resume_runs', str(file), env=env)
+
+
+def read_records(result: Path) -> list[dict]:
+    """The record of each rank of a run.
+
+    Raises:
+        AssertionError: the run failed, with its traceback.
+    """
+    files = sorted(result.parent.glob(f'{result.name}.[0-9]'))
+    records = [torch.load(file, map_location='cpu') for file in files]
+    failed = [record for record in records if isinstance(record, str)]
+    assert records and not failed, failed[0]
+    return records
 
 
 if __name__ == '__main__':

@@ -1,12 +1,14 @@
 """A GPT checkpoint into a hybrid run whose optimizer is offloaded to host memory."""
 
-import json
 import re
+from functools import partial
 
 import pytest
 import torch
 
-from tests.cpu_megatron.torchrun import torchrun
+from tests.cpu_megatron import ON_GPU
+from tests.cpu_megatron.torchrun import two_at_once
+from tests.unit_tests.optimizer.resume_runs import launch, read_records
 
 PATTERN = 'M*-M*-'
 OFFLOAD = [
@@ -20,11 +22,33 @@ HALF = [*OFFLOAD, '--optimizer-offload-fraction', '0.5']
 WEIGHTS = ['--no-load-optim', '--no-load-rng']
 
 
-@pytest.fixture(scope='module', params=['torch_adam', 'fused_adam'])
-def records(request, tmp_path_factory):
-    work = tmp_path_factory.mktemp('hybrid')
+ADAMS = ('torch_adam', 'fused_adam')
+
+
+@pytest.fixture(scope='module')
+def on_cpu(tmp_path_factory) -> dict[str, dict]:
+    """The records with each Adam."""
+    work = {adam: tmp_path_factory.mktemp(adam) for adam in ADAMS}
+    two_at_once(partial(_launch, path, CPU_MEGATRON_OPTIMIZER=adam) for adam, path in work.items())
+    return {adam: _records(path) for adam, path in work.items()}
+
+
+@pytest.fixture(scope='module')
+def on_gpu(tmp_path_factory) -> dict[str, dict]:
+    work = tmp_path_factory.mktemp('gpu')
+    _launch(work, CPU_MEGATRON_OPTIMIZER='fused_adam', **ON_GPU)
+    return {'gpu': _records(work)}
+
+
+@pytest.fixture(params=[*ADAMS, pytest.param('gpu', marks=pytest.mark.gpu)])
+def records(request) -> dict[str, dict]:
+    where = 'on_gpu' if request.param == 'gpu' else 'on_cpu'
+    return request.getfixturevalue(where)[request.param]
+
+
+def _runs(work) -> dict[str, list[str]]:
     load = ['--load', str(work / 'gpt')]
-    runs = {
+    return {
         'gpt': ['gpt', *ALL, '--save', str(work / 'gpt'), '--save-interval', '3'],
         'attention': ['hybrid', *ALL, *load, '--hybrid-layer-pattern', '*-*-'],
         'mamba': ['hybrid', *HALF, *load, '--hybrid-layer-pattern', PATTERN],
@@ -37,21 +61,18 @@ def records(request, tmp_path_factory):
             for seed in ('1', '2')
         },
     }
+
+
+def _launch(work, **env: str) -> None:
     tasks = [
         {'name': name, 'kind': run[0], 'arguments': run[1:], 'result': str(work / name)}
-        for name, run in runs.items()
+        for name, run in _runs(work).items()
     ]
-    (work / 'tasks').write_text(json.dumps(tasks))
-    torchrun(
-        1,
-        'tests.unit_tests.optimizer.resume_runs',
-        str(work / 'tasks'),
-        env={'CPU_MEGATRON_OPTIMIZER': request.param},
-    )
-    records = {name: torch.load(work / f'{name}.0') for name in runs}
-    failed = [record for record in records.values() if isinstance(record, str)]
-    assert not failed, failed[0]
-    return records
+    launch(1, tasks, work / 'tasks', **env)
+
+
+def _records(work) -> dict[str, dict]:
+    return {name: read_records(work / name)[0] for name in _runs(work)}
 
 
 def test_with_optimizer_state_it_goes_on_as_the_gpt_run(records):

@@ -1,14 +1,14 @@
 """A run that stops and resumes against one that doesn't, through real save_ and load_checkpoint."""
 
-import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.cpu_megatron.recorder import read_log
-from tests.cpu_megatron.torchrun import torchrun
-from tests.unit_tests.optimizer.resume_runs import write_tracker
+from tests.cpu_megatron import ON_GPU
+from tests.cpu_megatron.torchrun import two_at_once
+from tests.unit_tests.optimizer.resume_runs import launch, read_records
 
 ADAMS = ('torch_adam', 'fused_adam')
 FORMATS = {
@@ -17,8 +17,8 @@ FORMATS = {
 }
 LEGACY = {'legacy': ['--ckpt-format', 'torch']}
 PLAIN = ['--bf16', '--use-distributed-optimizer']
-BUCKETS = ['--overlap-grad-reduce', '--ddp-bucket-size', '4000']
-MOE = ['--num-experts', '4']
+# buckets of experts and of the other parameters
+MOE = ['--num-experts', '4', '--overlap-grad-reduce', '--ddp-bucket-size', '4000']
 
 
 def offload(fraction: float) -> list[str]:
@@ -33,23 +33,17 @@ OPTIONS = {
     'plain': PLAIN,
     'offload 0.5': PLAIN + offload(0.5),
     'offload 1.0': PLAIN + offload(1.0),
-    'buckets': PLAIN + BUCKETS,
-    'buckets offload 0.5': PLAIN + BUCKETS + offload(0.5),
-    'moe': PLAIN + MOE,
-    'moe offload 0.5': PLAIN + MOE + offload(0.5),
+    'moe buckets': PLAIN + MOE,
+    'moe buckets offload 0.5': PLAIN + MOE + offload(0.5),
 }
 CASES = [
-    (nproc, sharding_type, name)
-    for nproc in (1, 2)
-    for sharding_type in FORMATS
-    for name in OPTIONS
-    # on two ranks, most of them in one format
-    if nproc == 1
-    or name in ('plain', 'offload 0.5')
-    or (sharding_type == 'dp_reshardable' and 'offload' in name)
+    *((1, sharding_type, name) for sharding_type in FORMATS for name in OPTIONS),
+    *((2, sharding_type, name) for sharding_type in FORMATS for name in ('plain', 'offload 0.5')),
+    (2, 'dp_reshardable', 'moe buckets offload 0.5'),
 ]
 RESHARDED = ('plain', 'offload 0.5')
 CASES += [(nproc, 'legacy', name) for nproc in (1, 2) for name in RESHARDED]
+FRESH = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
 
 
 def arguments(nproc: int, sharding_type: str, name: str) -> list[str]:
@@ -68,22 +62,12 @@ class Runs:
         return self.work / '-'.join([kind, *map(str, case)]).replace(' ', '_')
 
     def launch(self, nproc: int, tasks: list[dict], **env: str) -> None:
-        file = self.work / f'tasks{nproc}.json'
-        file.write_text(json.dumps(tasks))
-        torchrun(
-            nproc,
-            'tests.unit_tests.optimizer.resume_runs',
-            str(file),
-            env={'CPU_MEGATRON_OPTIMIZER': self.adam, **env},
-        )
+        file = self.work / f'tasks-{tasks[0]["name"]}-{nproc}.json'
+        launch(nproc, tasks, file, CPU_MEGATRON_OPTIMIZER=self.adam, **env)
 
     def result(self, kind: str, *case) -> list[dict]:
         """The record of each rank."""
-        files = sorted(self.work.glob(f'{self.path(kind, *case).name}.[0-9]'))
-        records = [torch.load(file) for file in files]
-        failed = [record for record in records if isinstance(record, str)]
-        assert records and not failed, failed[0]
-        return records
+        return read_records(self.path(kind, *case))
 
     def start(self, *case) -> list[dict]:
         """Six iterations with a save after three, and the last three again from there."""
@@ -108,14 +92,39 @@ class Runs:
         }
 
 
-@pytest.fixture(scope='module', params=ADAMS)
-def runs(request, tmp_path_factory) -> Runs:
-    runs = Runs(tmp_path_factory.mktemp(request.param), request.param)
-    for nproc in (1, 2):
-        tasks = [task for case in CASES if case[0] == nproc for task in runs.start(*case)]
-        runs.launch(nproc, tasks + _resharded(runs, 3 - nproc) if nproc == 2 else tasks)
-    runs.launch(1, _resharded(runs, 2))
-    return runs
+STOCK = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
+
+
+@pytest.fixture(scope='module')
+def all_runs(tmp_path_factory) -> dict[str, Runs]:
+    """The runs with each Adam, and 'stock': those that stock megatron saved."""
+    adams = [Runs(tmp_path_factory.mktemp(adam), adam) for adam in ADAMS]
+    stock = Runs(tmp_path_factory.mktemp('stock'), 'fused_adam')
+    whole, rest = zip(*(stock.start(*case) for case in STOCK), strict=True)
+    two_at_once(
+        [
+            *(partial(runs.launch, 1, _started(runs, 1)) for runs in adams),
+            partial(stock.launch, 1, list(whole), MEGATRON_OVERLAY='0'),
+            *(partial(runs.launch, 2, _started(runs, 2) + _resharded(runs, 1)) for runs in adams),
+        ]
+    )
+    # in fresh processes, which have nothing in common with those that saved but the files
+    fresh = [partial(runs.launch, 1, _fresh(runs) + _resharded(runs, 2)) for runs in adams]
+    two_at_once([*fresh, partial(stock.launch, 1, list(rest))])
+    return {runs.adam: runs for runs in adams} | {'stock': stock}
+
+
+@pytest.fixture(params=ADAMS)
+def runs(request, all_runs) -> Runs:
+    return all_runs[request.param]
+
+
+def _started(runs: Runs, nproc: int) -> list[dict]:
+    return [task for case in CASES if case[0] == nproc for task in runs.start(*case)]
+
+
+def _fresh(runs: Runs) -> list[dict]:
+    return [runs.resume('fresh', *case) for case in FRESH]
 
 
 def _resharded(runs: Runs, saved_by: int) -> list[dict]:
@@ -132,13 +141,45 @@ def equal(expected: dict, found: dict) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize('case', CASES, ids=lambda case: '-'.join(map(str, case)))
-def test_the_next_steps_are_those_of_the_run_that_did_not_stop(runs, case):
-    for whole, rest in zip(runs.result('whole', *case), runs.result('rest', *case), strict=True):
+def case_id(case: tuple) -> str:
+    return '-'.join(map(str, case))
+
+
+def goes_on(runs: Runs, kind: str, *case) -> None:
+    """Compare the run that went on from the third iteration with the one that didn't stop."""
+    for whole, rest in zip(runs.result('whole', *case), runs.result(kind, *case), strict=True):
         assert [step['iteration'] for step in rest['steps']] == [4, 5, 6]
         assert rest['steps'] == whole['steps'][3:]
         equal(whole['optimizer'], rest['optimizer'])
         equal(whole['model'], rest['model'])
+
+
+@pytest.mark.parametrize('case', CASES, ids=case_id)
+def test_the_next_steps_are_those_of_the_run_that_did_not_stop(runs, case):
+    goes_on(runs, 'rest', *case)
+
+
+@pytest.mark.parametrize('case', FRESH, ids=case_id)
+def test_in_a_fresh_process(runs, case):
+    goes_on(runs, 'fresh', *case)
+
+
+@pytest.mark.parametrize('case', STOCK, ids=case_id)
+def test_a_checkpoint_of_stock_megatron(all_runs, case):
+    goes_on(all_runs['stock'], 'rest', *case)
+
+
+@pytest.fixture(scope='module')
+def gpu_runs(tmp_path_factory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp('gpu'), 'fused_adam')
+    runs.launch(1, _started(runs, 1), **ON_GPU)
+    return runs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('case', [case for case in CASES if case[0] == 1], ids=case_id)
+def test_on_a_gpu(gpu_runs, case):
+    goes_on(gpu_runs, 'rest', *case)
 
 
 @pytest.mark.parametrize('name', RESHARDED)
@@ -171,32 +212,3 @@ def whole_tensors(records: list[dict]) -> dict[str, torch.Tensor]:
         key: torch.cat([parts[start] for start in sorted(parts)]) if parts[0].dim() else parts[0]
         for key, parts in shards.items()
     }
-
-
-def test_a_checkpoint_of_stock_megatron(tmp_path):
-    runs = Runs(tmp_path, 'fused_adam')
-    cases = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
-    whole, rest = zip(*(runs.start(*case) for case in cases), strict=True)
-    runs.launch(1, list(whole), MEGATRON_OVERLAY='0')
-    runs.launch(1, list(rest))
-    for case in cases:
-        [expected], [found] = runs.result('whole', *case), runs.result('rest', *case)
-        assert found['steps'] == expected['steps'][3:]
-        equal(expected['optimizer'], found['optimizer'])
-        equal(expected['model'], found['model'])
-
-
-def test_in_a_fresh_process(tmp_path):
-    """The same once more with nothing in common but the files."""
-    pretrain = 'tests.cpu_megatron.pretrain'
-    given = ['gpt', '--cpu-optimizer', 'fused_adam', *arguments(1, 'dp_reshardable', 'offload 0.5')]
-    save = ['--save', str(tmp_path / 'ckpt'), '--save-interval', '3']
-    load = ['--load', str(tmp_path / 'ckpt')]
-    for name, more in (('whole', save), ('rest', load)):
-        out = ['--cpu-log', str(tmp_path / name), '--cpu-dump', str(tmp_path / f'dump-{name}')]
-        torchrun(1, pretrain, *given, *more, *out)
-        write_tracker(tmp_path / 'ckpt', 3)
-    assert read_log(tmp_path / 'rest') == read_log(tmp_path / 'whole')[3:]
-    whole, rest = (torch.load(tmp_path / f'dump-{name}.0') for name in ('whole', 'rest'))
-    equal(whole['optimizer'], rest['optimizer'])
-    equal(whole['model'], rest['model'])

@@ -6,12 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.resume_report import (
-    ResumeReport,
-    describe,
-    main,
-    read_resume_report,
-)
+from megatron.core.optimizer.checkpoint_command import main
+from megatron.core.optimizer.resume_report import ResumeReport, describe, read_resume_report
 
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, model_parallel
 from tests.cpu_megatron.torchrun import REPOSITORY, torchrun

@@ -16,7 +16,8 @@ upstream = megatron_overlay.upstream(__name__)
 
 def _keep_own_name(cls: type) -> None:
     # Upstream's methods say super(HybridDeviceOptimizer, self) and mean their own class; by that
-    # name they would find the one below, and call themselves for ever.
+    # name they would find the one below, and call themselves for ever. They look the name up in
+    # this module, so nothing that the class below overrides or passes to super() changes it.
     names = {**globals(), cls.__name__: cls}
     for key, method in vars(cls).copy().items():
         if isinstance(method, types.FunctionType) and cls.__name__ in method.__code__.co_names:
@@ -54,10 +55,14 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):
     def dummy_step(self):
         """Upstream's, which allocates the state; no parameter moves and no random number is used.
 
-        Afterwards the moments are zero and no step has been counted.
+        Afterwards the moments are zero, no step has been counted, and no gradient is left: kept,
+        the random ones would take memory, and step parameters that get none in the first step.
         """
         with self._parameters_held(), torch.random.fork_rng([torch.cuda.current_device()]):
             super().dummy_step()
+        self.cpu_copy_map_grad.clear()
+        for inner_param in self.inner_param_to_orig_param:
+            inner_param.grad = None
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
                 group.pop('step', None)
@@ -121,14 +126,13 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):
                 for state in optimizer.state.values():
                     state.pop('step', None)
 
-    @torch.no_grad()
     def _update_fp32_params_by_new_state(self):
-        # In place of upstream's, which knows only parameters that have an fp32 copy.
-        for param, state in self.state.items():
-            inner_param = self.param_to_inner_param[param]
-            master_param = state.get('master_param', inner_param)
-            if master_param is not inner_param:
-                inner_param.copy_(master_param)
+        """Upstream's, for every inner parameter: those of fp32 parameters aren't fp32 copies."""
+        fp32_copies, self.param_to_fp32_param = self.param_to_fp32_param, self.param_to_inner_param
+        try:
+            super()._update_fp32_params_by_new_state()
+        finally:
+            self.param_to_fp32_param = fp32_copies
 
     def _move_new_state_to_right_device(self):
         super()._move_new_state_to_right_device()

@@ -1,0 +1,45 @@
+"""The command line of ``python -m megatron.core.optimizer.distrib_optimizer``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.resume_report import (
+    describe,
+    iteration_directory,
+    read_resume_report,
+)
+from megatron.core.optimizer.weight_check import check_weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        0 when a report was printed and no weight differs, else 1.
+    """
+    parser = argparse.ArgumentParser(
+        prog='python -m megatron.core.optimizer.distrib_optimizer',
+        description='Tell from a distributed checkpoint what resuming from it will do to the '
+        'optimizer. Changes nothing, and reads no tensors without --check-weights.',
+    )
+    parser.add_argument(
+        'checkpoint', type=Path, help='directory of one iteration, or the one above it'
+    )
+    parser.add_argument(
+        '--check-weights',
+        action='store_true',
+        help='compare the main parameters with the weights, and name those that differ',
+    )
+    options = parser.parse_args(argv)
+    try:
+        if not options.check_weights:
+            print(describe(read_resume_report(options.checkpoint)))
+            return 0
+        check = check_weights(iteration_directory(options.checkpoint))
+    except CheckpointingException as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(check.describe())
+    return 1 if check.different else 0

@@ -1,0 +1,187 @@
+"""Whether a checkpoint's main parameters are those of its weights, told from the checkpoint alone.
+
+Stored side by side, a weight is its main parameter in the weight's dtype. Where it isn't, the
+optimizer state under that name belongs to something else, and the first step after a resume
+overwrites the weight with it.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.resume_report import load_dcp_metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from tqdm import tqdm
+
+_MAIN_PARAM = re.compile(r'(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)')
+_COMPARED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class WeightCheck:
+    """What comparing the main parameters of a checkpoint with its weights found.
+
+    Attributes:
+        checkpoint_dir: the directory of one iteration.
+        compared: number of weights that were compared.
+        different: weight to the number of its elements that differ, in the checkpoint's order.
+        sizes: weight to its number of elements, for those that differ.
+        without_main_param: weights that the optimizer has no main parameter for: frozen ones, and
+            buffers such as MoE expert biases.
+        not_compared: main parameter to the reason why there is nothing to compare it with.
+    """
+
+    checkpoint_dir: Path
+    compared: int = 0
+    different: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    without_main_param: list[str] = field(default_factory=list)
+    not_compared: dict[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """The result in words, several lines."""
+        counts = f'{self.compared} main parameters compared with their weights'
+        lines = [f'{self.checkpoint_dir}: {counts}, {len(self.different) or "none"} differ']
+        lines += [
+            f'  {weight}: {found} of {self.sizes[weight]} elements'
+            for weight, found in self.different.items()
+        ]
+        lines += [f'  not compared: {key} ({why})' for key, why in self.not_compared.items()]
+        if self.without_main_param:
+            lines.append(f'  {len(self.without_main_param)} tensors have no optimizer state')
+        if self.different:
+            lines += [
+                'The optimizer state stored for these weights is not theirs; they are right.',
+                'Resume with --no-load-optim, or from a checkpoint without differences.',
+            ]
+        return '\n'.join(lines)
+
+
+def check_weights(directory: Path) -> WeightCheck:
+    """Compare each stored main parameter, in the weight's dtype, with the stored weight.
+
+    One stored chunk after the other is read: memory is two chunks, whatever the checkpoint's size.
+
+    Args:
+        directory: of one iteration.
+
+    Raises:
+        CheckpointingException: the optimizer state isn't stored by parameter, or can't be read.
+    """
+    chunks = _Chunks(directory, load_dcp_metadata(directory))
+    result = WeightCheck(directory)
+    pairs = list(_pairs(chunks.tensors, result))
+    if not pairs:
+        raise CheckpointingException(
+            f'{directory}: no optimizer.state.param.<weight> beside a <weight>; only optimizer '
+            f'state stored by parameter (--dist-ckpt-optim-fully-reshardable) can be compared'
+        )
+    remainders = True
+    size = sum(4 * math.prod(chunks.tensors[key].size) for key, _ in pairs)
+    with tqdm(total=size, unit='B', unit_scale=True, disable=None, desc='compared') as progress:
+        for key, weight in pairs:
+            differing = 0
+            for box in chunks.tensors[key].chunks:
+                main, stored = chunks.read(key, box), chunks.read(weight, box)
+                remainders &= _may_be_remainders(main)
+                differing += _count_different(main.to(stored.dtype), stored)
+                progress.update(4 * main.numel())
+            result.compared += 1
+            if differing:
+                result.different[weight] = differing
+                result.sizes[weight] = math.prod(chunks.tensors[weight].size)
+    if result.different and remainders:
+        raise CheckpointingException(
+            f'{directory}: the main parameters are whole numbers: their last 16 bits, as '
+            f"Transformer Engine's precision-aware optimizer keeps them; nothing to compare"
+        )
+    return result
+
+
+def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> Iterator[tuple]:
+    """Keys of main parameters and their weights; notes in the result what makes no pair."""
+    main_params = {
+        match[1]: key for key in tensors if (match := _MAIN_PARAM.fullmatch(key)) is not None
+    }
+    result.without_main_param = [
+        key for key in tensors if key not in main_params and not _is_training_state(key)
+    ]
+    for weight, key in main_params.items():
+        stored = tensors.get(weight)
+        if stored is None:
+            result.not_compared[key] = 'the checkpoint has no such weight'
+        elif stored.size != tensors[key].size:
+            shapes = f'{list(tensors[key].size)} instead of {list(stored.size)}'
+            result.not_compared[key] = f'its shape is {shapes}'
+        elif stored.properties.dtype not in _COMPARED:
+            result.not_compared[key] = f'the weight is {stored.properties.dtype}'
+        else:
+            yield key, weight
+
+
+def _is_training_state(key: str) -> bool:
+    return re.match(r'(chained_\d+\.)?optimizer\.|rng_state|rerun_state', key) is not None
+
+
+def _may_be_remainders(main: torch.Tensor) -> bool:
+    return bool(((main == main.round()) & (main.abs() <= 1 << 15)).all())
+
+
+def _count_different(main: torch.Tensor, weight: torch.Tensor) -> int:
+    both_nan = main.isnan() & weight.isnan()
+    return int(((main != weight) & ~both_nan).sum())
+
+
+class _Chunks:
+    """Reads boxes of a checkpoint's tensors, without a process group."""
+
+    def __init__(self, directory: Path, metadata: Metadata):
+        self.directory = directory
+        self.tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._reader = FileSystemReader(directory)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
+        """The part of the tensor inside the box, from whatever chunks hold it."""
+        entry = self.tensors[key]
+        target = torch.empty(box.sizes, dtype=entry.properties.dtype)
+        items = create_read_items_for_chunk_list(key, entry, [box])
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except Exception as error:
+            reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+            raise CheckpointingException(
+                f'{self.directory}: {key} can not be read ({reason})'
+            ) from error
+        if sum(math.prod(item.lengths) for item in items) != target.numel():
+            raise CheckpointingException(
+                f'{self.directory}: {key} is incomplete: expected chunks that cover '
+                f'{list(box.sizes)} at {list(box.offsets)}'
+            )
+        return target
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what a reader reads into one tensor."""
+
+    def __init__(self, target: torch.Tensor):
+        super().__init__()
+        self.target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The tensor, whatever is read."""
+        return self.target

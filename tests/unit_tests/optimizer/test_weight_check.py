@@ -1,0 +1,151 @@
+"""The main parameters of checkpoints against their weights: real ones, right and shifted."""
+
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.checkpoint_command import main
+from megatron.core.optimizer.resume_report import iteration_directory
+from megatron.core.optimizer.weight_check import check_weights
+
+from tests.cpu_megatron.torchrun import two_at_once
+from tests.cpu_megatron.whole_checkpoint import read_tensors
+from tests.unit_tests.optimizer.resume_runs import launch, read_records
+
+BF16 = ['--bf16', '--use-distributed-optimizer', '--train-iters', '3']
+SAVED = [*BF16, '--dist-ckpt-optim-fully-reshardable']
+# sizes that aren't multiples of the padding's 128 elements, in several buckets
+BUCKETS = [*SAVED, '--overlap-grad-reduce', '--ddp-bucket-size', '3000', '--ffn-hidden-size', '68']
+OFFLOAD = ['--use-precision-aware-optimizer', '--optimizer-cpu-offload']
+ONE_RANK = {
+    'buckets': BUCKETS,
+    'fp32': [argument for argument in SAVED if argument != '--bf16'],
+    'offload': [*SAVED, *OFFLOAD, '--optimizer-offload-fraction', '0.5'],
+    'experts': [
+        *(*SAVED, '--num-experts', '4', '--swiglu', '--moe-router-score-function', 'sigmoid'),
+        '--moe-router-enable-expert-bias',
+    ],
+    'dp_reshardable': BF16,
+    'not distributed': ['--bf16', '--train-iters', '3'],
+}
+TWO_RANKS = {
+    'tensor parallel': [*SAVED, '--tensor-model-parallel-size', '2', '--swiglu'],
+    'tied, pipeline': [*SAVED, '--pipeline-model-parallel-size', '2'],
+    'data parallel': [*BUCKETS, '--untie-embeddings-and-output-weights'],
+}
+
+
+def _tasks(runs, work) -> list[dict]:
+    return [
+        {
+            'name': name,
+            'kind': 'gpt',
+            'arguments': [*arguments, '--save', str(work / name / 'ckpt')],
+            'result': str(work / name / 'record'),
+        }
+        for name, arguments in runs.items()
+    ]
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    """Directory with a checkpoint a run, and 'stock' with those that stock megatron saved."""
+    work = tmp_path_factory.mktemp('saved')
+    names = [*ONE_RANK, *TWO_RANKS]
+    stock = {'stock buckets': BUCKETS, 'stock': SAVED}
+    for name in [*names, *stock]:
+        (work / name).mkdir()
+    fused = {'CPU_MEGATRON_OPTIMIZER': 'fused_adam'}
+    two_at_once(
+        [
+            partial(launch, 1, _tasks(ONE_RANK, work), work / 'one'),
+            partial(launch, 1, _tasks(stock, work), work / 's', MEGATRON_OVERLAY='0', **fused),
+            partial(launch, 2, _tasks(TWO_RANKS, work), work / 'two'),
+        ]
+    )
+    for name in [*names, *stock]:
+        read_records(work / name / 'record')
+    return work
+
+
+def _expected(directory) -> dict[str, int]:
+    """Weight to the number of differing elements, computed from whole tensors."""
+    tensors = read_tensors(directory)
+    prefix = 'optimizer.state.param.'
+    found = {}
+    for key, main_param in tensors.items():
+        if key.startswith(prefix):
+            weight = tensors[key.removeprefix(prefix)]
+            found[key.removeprefix(prefix)] = int((main_param.to(weight.dtype) != weight).sum())
+    return found
+
+
+@pytest.mark.parametrize('name', ['buckets', 'fp32', 'offload', 'experts', *TWO_RANKS, 'stock'])
+def test_right_checkpoints_raise_no_alarm(saved, name):
+    directory = iteration_directory(saved / name / 'ckpt')
+    check = check_weights(directory)
+    assert not check.different and not check.not_compared
+    assert check.compared == len(_expected(directory)) > 10
+    expert_bias = [key for key in read_tensors(directory) if key.endswith('router.expert_bias')]
+    assert check.without_main_param == expert_bias
+    assert bool(expert_bias) == (name == 'experts')
+
+
+def test_state_of_an_optimizer_that_is_not_distributed(saved):
+    check = check_weights(iteration_directory(saved / 'not distributed' / 'ckpt'))
+    assert check.compared > 10 and not check.different
+
+
+def test_what_stock_megatron_shifts_is_named(saved, capsys):
+    directory = iteration_directory(saved / 'stock buckets' / 'ckpt')
+    check = check_weights(directory)
+    expected = {weight: found for weight, found in _expected(directory).items() if found}
+    assert expected and check.different == expected
+    assert main([str(saved / 'stock buckets' / 'ckpt'), '--check-weights']) == 1
+    out = capsys.readouterr().out
+    for weight, found in expected.items():
+        assert f'  {weight}: {found} of ' in out
+    assert '--no-load-optim' in out
+
+
+def test_a_right_checkpoint_on_the_command_line(saved, capsys):
+    assert main([str(saved / 'buckets' / 'ckpt'), '--check-weights']) == 0
+    assert 'none differ' in capsys.readouterr().out
+
+
+def test_one_wrong_element_is_found(saved, tmp_path):
+    source = iteration_directory(saved / 'tensor parallel' / 'ckpt')
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    key = 'optimizer.state.param.decoder.layers.self_attention.linear_qkv.weight'
+    value = read_tensors(tmp_path)[key][1, 5, 3]
+    changed = _replace_once(tmp_path, value, value + 1)
+    assert changed
+    assert check_weights(tmp_path).different == {key.removeprefix('optimizer.state.param.'): 1}
+
+
+def _replace_once(directory, old: torch.Tensor, new: torch.Tensor) -> bool:
+    for file in directory.glob('*.distcp'):
+        content = file.read_bytes()
+        if content.count(old.numpy().tobytes()) == 1:
+            file.write_bytes(content.replace(old.numpy().tobytes(), new.numpy().tobytes()))
+            return True
+    return False
+
+
+def test_state_by_bucket_has_nothing_to_compare(saved, capsys):
+    directory = iteration_directory(saved / 'dp_reshardable' / 'ckpt')
+    with pytest.raises(CheckpointingException, match='stored by parameter'):
+        check_weights(directory)
+    assert main([str(directory), '--check-weights']) == 1
+    assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_a_file_that_is_missing(saved, tmp_path):
+    source = iteration_directory(saved / 'buckets' / 'ckpt')
+    for file in source.iterdir():
+        if file.suffix != '.distcp':
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointingException, match='can not be read .FileNotFoundError'):
+        check_weights(tmp_path)
