@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
+from megatron.core.dist_checkpointing.read_record import Shard, recording_reads
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -94,11 +95,15 @@ def load_checkpoint(
 def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **kwargs):
     """Upstream's, between the steps that a GPT checkpoint adds."""
     load = _current_load
+    to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
-        _point_at_gpt_checkpoint(load, args, sharded_state_dict)
-    result = upstream._load_base_checkpoint(
-        load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
-    )
+        to_read = _point_at_gpt_checkpoint(load, args, sharded_state_dict)
+    with recording_reads() as record:
+        result = upstream._load_base_checkpoint(
+            load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
+        )
+    if load is not None and not rank0 and load.layer_maps is not None:
+        record.check(to_read)
     if load is None or result[0] is None:
         return result
     if rank0:
@@ -243,7 +248,8 @@ def _saved_pattern(ckpt_args) -> str | None:
     )
 
 
-def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> None:
+def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
+    """Make ``sharded_state_dict`` read the GPT checkpoint; returns what has to be read then."""
     parts = {
         key: part
         for key, part in sharded_state_dict.items()
@@ -252,13 +258,13 @@ def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> None:
     if not _UPSTREAM_RETARGETS:
         for part in parts.values():
             retarget_sharded_state_dict_to_gpt_checkpoint(part, load.layer_maps)
-    if load.layout is not None:
-        check_sources(parts, load.layout)
+    to_read = check_sources(parts, load.layout) if load.layout is not None else {}
     wants_optimizer = not args.no_load_optim and not args.finetune
     if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
         raise RuntimeError(
             'The GPT checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
         )
+    return to_read
 
 
 @contextmanager

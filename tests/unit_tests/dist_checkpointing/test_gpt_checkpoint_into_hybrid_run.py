@@ -68,6 +68,7 @@ CASES = {
         model=GATED,
         optimizer='fused_adam',
         training=[*DISTRIBUTED, '--bf16'],
+        load=['--ckpt-fully-parallel-load'],
     ),
     'bf16, torch adam, dp 2 to 1': Case(
         'M*-M*-', (1, 1, 1, 2), (1, 1, 1, 1), training=[*DISTRIBUTED, '--bf16']
