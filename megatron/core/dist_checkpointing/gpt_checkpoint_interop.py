@@ -373,6 +373,10 @@ def _rename_final_norm(key: str) -> str:
 
 
 if __name__ == '__main__':
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+    try:
+        from megatron_overlay.tools.checkpoint.gpt_into_hybrid import main
+    except ModuleNotFoundError:
+        # In a checkout the tools are beside the overlay's package, not below it.
+        from tools.checkpoint.gpt_into_hybrid import main
 
     raise SystemExit(main())

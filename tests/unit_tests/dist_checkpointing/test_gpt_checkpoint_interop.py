@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tools.checkpoint.gpt_into_hybrid import main
 
 MAPS = interop.gpt_compatible_layer_maps('M*-M*-')
 
@@ -269,8 +270,6 @@ def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
 
 
 def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
-
     save_gpt(tmp_path / 'iter_0000002')
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
     assert main([str(tmp_path), 'M*-*-']) == 0
@@ -305,8 +304,6 @@ class Hostile:
 
 
 def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
-
     (tmp_path / '.metadata').write_bytes(pickle.dumps(Hostile()))
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out

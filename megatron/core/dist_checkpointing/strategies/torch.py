@@ -1,7 +1,8 @@
 """Amends upstream's load planner: it tells what it has read."""
 
-import megatron_overlay
 from megatron.core.dist_checkpointing.read_record import NotesReads
+
+import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 
