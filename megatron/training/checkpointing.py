@@ -198,6 +198,11 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     if load.load_optim and not load.release and load.content_metadata is not None:
         _refuse_optimizer_formats(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
+    if load.layout is not None and load.layout.mtp_depths and not load.layer_maps.mtp_pattern:
+        print_rank_0(
+            f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
+            f"read: the pattern has no MTP part, such as '/*-'."
+        )
     _warn_of_other_functions(args, ckpt_args)
     return load.layer_maps, load.load_optim
 
@@ -258,7 +263,9 @@ def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shar
     if not _UPSTREAM_RETARGETS:
         for part in parts.values():
             retarget_sharded_state_dict_to_gpt_checkpoint(part, load.layer_maps)
-    to_read = check_sources(parts, load.layout) if load.layout is not None else {}
+    to_read = {}
+    if load.layout is not None:
+        to_read = check_sources(parts, load.layout, bool(load.layer_maps.mtp_pattern))
     wants_optimizer = not args.no_load_optim and not args.finetune
     if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
         raise RuntimeError(

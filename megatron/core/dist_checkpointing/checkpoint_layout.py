@@ -96,7 +96,7 @@ def layout_from_metadata(metadata: Metadata) -> CheckpointLayout:
 
 
 def check_sources(
-    sharded_state_dict: ShardedStateDict, layout: CheckpointLayout
+    sharded_state_dict: ShardedStateDict, layout: CheckpointLayout, with_mtp: bool = False
 ) -> dict[Shard, int]:
     """Make sure that model and checkpoint have the same weights, before anything is read.
 
@@ -107,6 +107,7 @@ def check_sources(
     Args:
         sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
         layout: of the checkpoint.
+        with_mtp: the model has multi-token prediction, so the checkpoint's has to be read too.
 
     Returns:
         How many elements of each of this rank's shards the checkpoint has, for a
@@ -118,10 +119,11 @@ def check_sources(
     entries = list(_tensors(sharded_state_dict))
     requested = {entry.key for entry in entries}
     missing = sorted(requested - layout.keys)
+    prefixes = (*WEIGHT_PREFIXES, 'mtp.') if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
         key
         for key in layout.keys
-        if key.startswith(WEIGHT_PREFIXES) and not key.endswith('_extra_state')
+        if key.startswith(prefixes) and not key.endswith('_extra_state')
     )
     unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
     failed = torch.tensor([not missing], dtype=torch.uint8)
