@@ -121,9 +121,7 @@ def check_sources(
     missing = sorted(requested - layout.keys)
     prefixes = (*WEIGHT_PREFIXES, 'mtp.') if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
-        key
-        for key in layout.keys
-        if key.startswith(prefixes) and not key.endswith('_extra_state')
+        key for key in layout.keys if key.startswith(prefixes) and not key.endswith('_extra_state')
     )
     unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
     failed = torch.tensor([not missing], dtype=torch.uint8)

@@ -96,7 +96,9 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
     }
     for hybrid, source in sorted(sources.items()):
         yield f'  hybrid layer {hybrid:3}  <-  {source}'
-    if layout.mtp_depths:
+    if layer_maps.mtp_pattern:
+        yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
+    elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
     sharding_type = optimizer_format(directory, layout)
     yield f'Optimizer state: {sharding_type or "none"}'

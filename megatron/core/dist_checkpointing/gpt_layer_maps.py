@@ -83,6 +83,8 @@ def gpt_compatible_layer_maps(
         parsed = parse_hybrid_pattern(hybrid_layer_pattern)
     except ValueError as error:
         raise refuse(str(error)) from error
+    if parsed.mtp_num_depths and (layout is None or not layout.mtp_depths):
+        raise refuse(f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.')
     symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
     if not symbols:
         raise refuse('it has no layers; set --hybrid-layer-pattern.')
@@ -139,11 +141,9 @@ def gpt_compatible_layer_maps(
 def _check_mtp(
     parsed: ParsedHybridPattern,
     attention_symbol: str,
-    layout: CheckpointLayout | None,
+    layout: CheckpointLayout,
     refuse: Callable[[str], ValueError],
 ) -> None:
-    if layout is None or not layout.mtp_depths:
-        raise refuse(f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.')
     # A layer that all depths share (--mtp-use-repeated-layer) is stored once.
     if layout.mtp_depths not in (1, parsed.mtp_num_depths):
         raise refuse(
