@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import MODULE_PREFIX_RE, CheckpointNames
+from megatron.core.dist_checkpointing.explicit_names import CheckpointNames, without_module_prefix
 from megatron.core.dist_checkpointing.gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
@@ -47,6 +47,7 @@ __all__ = [
 # their state. Anything else is another model (`vision_model.decoder.layers.…`).
 _OWN_PREFIX = r'^(?:(?:module|model\d*|chained_\d+|optimizer\.state\.[^.]+)\.)*'
 _OWN_PREFIX_RE = re.compile(_OWN_PREFIX)
+_PARAMETER_RE = re.compile(f'{_OWN_PREFIX}(?:{"|".join(map(re.escape, WEIGHT_PREFIXES))}|mtp[.])')
 _DECODER_LAYER_KEY_RE = re.compile(_OWN_PREFIX + r'decoder\.layers\.(\d+)\.')
 # A depth of multi-token prediction is one GPT layer, and in HybridModel a stack of its own; in
 # `torch_dist` the two also differ in the name of what holds it.
@@ -174,15 +175,19 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         if isinstance(value, Mapping):
             renamed = {}
             for key, child in value.items():
-                new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
-                if new_key is None:
-                    continue
-                child_of_parameter = of_parameter or _is_parameter_name(new_key)
-                if names is not None and isinstance(new_key, str) and '.' in new_key:
-                    new_key = _with_checkpoint_prefix(new_key, names, path)
+                new_key, child_of_parameter = key, of_parameter
+                if isinstance(key, str) and '.' in key:
+                    new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
+                    if new_key is None:
+                        continue
+                    child_of_parameter = of_parameter or _is_parameter_name(new_key)
+                    if names is not None:
+                        new_key = _with_checkpoint_prefix(new_key, names, path)
                 child_path = f'{path}.{new_key}' if path else str(new_key)
-                if _is_nested(child) or is_stored(child, child_path, child_of_parameter):
+                if _is_nested(child):
                     renamed[new_key] = retarget(child, child_path, child_of_parameter)
+                elif is_stored(child, child_path, child_of_parameter):
+                    renamed[new_key] = child
             return renamed
         if isinstance(value, (list, tuple)):
             children = [(child, f'{path}.{index}') for index, child in enumerate(value)]
@@ -207,11 +212,12 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple))
+    # The first check is the cheap one.
+    return not isinstance(value, torch.Tensor) and isinstance(value, (Mapping, list, tuple))
 
 
-def _is_parameter_name(key: Any) -> bool:
-    return isinstance(key, str) and _own_name(key).startswith(WEIGHT_PREFIXES)
+def _is_parameter_name(key: str) -> bool:
+    return _PARAMETER_RE.match(key) is not None
 
 
 def _retarget_explicit_key_to_gpt_checkpoint(
@@ -227,7 +233,7 @@ def _retarget_explicit_key_to_gpt_checkpoint(
     """
     if not isinstance(key, str) or '.' not in key:
         return key
-    if _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
+    if key.endswith(_GPT_OMITTED_LOCAL_KEYS) and _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
         return None
     layer = _DECODER_LAYER_KEY_RE.match(key)
     if layer is not None:
@@ -243,7 +249,7 @@ def _retarget_explicit_key_to_gpt_checkpoint(
 
 
 def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None = None) -> str:
-    bare = MODULE_PREFIX_RE.sub('', key)
+    bare = without_module_prefix(key)
     found = names.prefixes(bare, path)
     if len(found) > 1 and _is_parameter_name(bare):
         raise ValueError(
