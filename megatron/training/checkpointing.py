@@ -24,7 +24,11 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from megatron.core.dist_checkpointing.read_record import Shard, recording_reads
+from megatron.core.dist_checkpointing.read_record import (
+    DTensorLoadPlanner,
+    Shard,
+    recording_reads,
+)
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -35,6 +39,8 @@ import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
+# Upstream asks this module of torch's for the planner of `fsdp_dtensor`.
+default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
 _WEIGHTLESS = (
@@ -98,12 +104,12 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
         to_read = _point_at_gpt_checkpoint(load, args, sharded_state_dict)
-    with recording_reads() as record:
+    with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
         )
     if load is not None and not rank0 and load.layer_maps is not None:
-        record.check(to_read)
+        record.check()
     if load is None or result[0] is None:
         return result
     if rank0:
