@@ -1,8 +1,9 @@
 """Layer maps and retargeting, entry by entry, and on checkpoints of real models."""
 
+import dataclasses
 import io
 import pickle
-from dataclasses import FrozenInstanceError
+import re
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.read_record import recording_reads
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
@@ -34,7 +37,7 @@ def test_maps_pair_the_ith_positions():
     assert interop.gpt_compatible_layer_maps('E*') == interop.GPTCompatLayerMaps(
         {1: 0}, {0: 0}, frozenset(), 1
     )
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         maps.num_gpt_layers = 3
 
 
@@ -294,6 +297,50 @@ def test_weights_on_one_side_only_are_an_error(tmp_path):
             tmp_path / 'again',
             position_embedding_type='learned_absolute',
         )
+
+
+@pytest.mark.parametrize(
+    'key',
+    [
+        'decoder.layers.mlp.linear_fc2.weight',
+        'optimizer.state.exp_avg_sq.decoder.layers.self_attention.linear_qkv.weight',
+    ],
+)
+def test_an_entry_that_the_load_skips_is_missed_after_it(key, tmp_path, monkeypatch):
+    save_gpt(tmp_path / 'gpt')
+    layout = read_checkpoint_layout(str(tmp_path / 'gpt'))
+    maps = interop.gpt_compatible_layer_maps('M*-*-', layout)
+    plan_everything = MCoreLoadPlanner.create_local_plan
+
+    def skip(planner):
+        plan = plan_everything(planner)
+        items = [
+            item
+            for item in plan.items
+            if (item.dest_index.fqn, tuple(item.dest_index.offset or ())[:1]) != (key, (1,))
+        ]
+        return dataclasses.replace(plan, items=items)
+
+    with model_parallel(seed=99):
+        run = Training.start(hybrid('M*-*-'), distributed_optimizer())
+
+        def load():
+            def prepare(state):
+                parts = {part: state[part] for part in ('model', 'optimizer')}
+                for part in parts.values():
+                    interop.retarget_sharded_state_dict_to_gpt_checkpoint(part, maps)
+                record.requested.update(check_sources(parts, layout))
+                return state
+
+            with recording_reads({}) as record:
+                run.load(tmp_path / 'gpt', prepare)
+            return record
+
+        load().check()
+        monkeypatch.setattr(MCoreLoadPlanner, 'create_local_plan', skip)
+        record = load()
+        with pytest.raises(CheckpointingException, match=rf'{re.escape(key)} \(from \[1, 0, 0\]\)'):
+            record.check()
 
 
 def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
