@@ -4,8 +4,9 @@
 
 Both are megatron's own ``load_checkpoint`` with model, optimizer, scheduler and random state, each
 in processes that take turns. The first load of a process also allocates the optimizer's state, for
-all the layers that a model has; the later ones find it there, and the least of them counts. Then
-retargeting alone, on 100 000 entries.
+all the layers that a model has; the later ones find it there, and the least of them counts. A model
+with Mamba layers has more of everything that a load goes through; so each hybrid model also loads a
+checkpoint of its own, the other reference. Then retargeting alone, on 100 000 entries.
 """
 
 import argparse
@@ -44,44 +45,53 @@ def main() -> int:
 
 
 def print_loads(options, directory: str) -> None:
-    """Save the checkpoint and load it in turns."""
+    """Save the checkpoints and load them in turns."""
     common = [
         *('--ckpt-format', 'torch_dist', '--use-distributed-optimizer'),
         *('--dist-ckpt-optim-fully-reshardable', '--bf16'),
         f'--hidden-size={options.hidden_size}',
         f'--ffn-hidden-size={4 * options.hidden_size}',
     ]
-    gpt = ['gpt', *common, f'--num-layers={options.layers}']
-    torchrun(1, 'tests.cpu_megatron.pretrain', *gpt, '--exit-interval=1', f'--save={directory}')
-    size = sum(file.stat().st_size for file in Path(directory).rglob('*.distcp')) / 2**20
-    patterns = {'GPT': None, '*-': '*-' * options.layers, 'M*-': 'M*-' * options.layers}
-    kinds = {
-        name: gpt
-        if pattern is None
-        else ['hybrid', *common, f'--hybrid-layer-pattern={pattern}', '--mamba-head-dim=64']
-        for name, pattern in patterns.items()
-    }
-    measured = {name: [] for name in kinds}
+    models = {'GPT': ['gpt', *common, f'--num-layers={options.layers}']}
+    for pattern in '*-' * options.layers, 'M*-' * options.layers:
+        models[f'hybrid `{pattern}`'] = [
+            *('hybrid', *common, f'--hybrid-layer-pattern={pattern}', '--mamba-head-dim=64')
+        ]
+    folders = {model: f'{directory}/{number}' for number, model in enumerate(models)}
+    for model, arguments in models.items():
+        save = ['--exit-interval=1', f'--save={folders[model]}']
+        torchrun(1, 'tests.cpu_megatron.pretrain', *arguments, *save)
+    # (the model, the model that saved the checkpoint): a model's own comes after GPT's
+    measured = {(model, source): [] for model in models for source in dict.fromkeys(['GPT', model])}
     for _ in range(options.rounds):
-        for name, arguments in kinds.items():
-            measured[name].append(loads(options.loads, arguments, directory))
+        for (model, source), processes in measured.items():
+            processes.append(loads(options.loads, models[model], folders[source]))
+    size = sum(file.stat().st_size for file in Path(folders['GPT']).rglob('*.distcp')) / 2**20
     print(f'\n{size:.0f} MiB checkpoint, {options.rounds} processes of {options.loads} loads each')
-    print('| into | load, s | ratio | first load, s | ratio | peak, MiB | held after it | ratio |')
-    print('|---|---|---|---|---|---|---|---|')
-    reference = None
-    for name, processes in measured.items():
-        first, later = [], []
-        for process in processes:
-            first.append(process[0])
-            later.append(min(process[1:], key=lambda load: load['s']))
-        seconds, first_seconds = median(later, 's'), median(first, 's')
-        reference = reference or (seconds, first_seconds)
-        peak, held = median(first, 'peak'), median(first, 'held')
-        label = name if patterns[name] is None else f'hybrid `{patterns[name]}`'
-        print(
-            f'| {label} | {seconds:.3f} | {seconds / reference[0]:.3f} | {first_seconds:.3f} '
-            f'| {first_seconds / reference[1]:.3f} | {peak:.0f} | {held:.0f} | {peak / held:.3f} |'
+    print(
+        '| GPT checkpoint into | load, s | processor, s | processor, over GPT into GPT '
+        '| over its own into itself | first load, s | peak, MiB | held after it | ratio |'
+    )
+    print('|---|---|---|---|---|---|---|---|---|')
+    for model in models:
+        processes = measured[model, 'GPT']
+        first = [process[0] for process in processes]
+        processor = later(processes, 'processor')
+        over_gpt, over_own = (
+            processor / later(measured[reference], 'processor')
+            for reference in (('GPT', 'GPT'), (model, model))
         )
+        peak, held = median(first, 'peak'), median(first, 'held')
+        print(
+            f'| {model} | {later(processes, "s"):.3f} | {processor:.3f} | {over_gpt:.3f} '
+            f'| {over_own:.3f} | {median(first, "s"):.3f} | {peak:.0f} | {held:.0f} '
+            f'| {peak / held:.3f} |'
+        )
+
+
+def later(processes: list[list[dict]], key: str) -> float:
+    """The median over processes, of the least in the loads after the first."""
+    return statistics.median(min(load[key] for load in process[1:]) for process in processes)
 
 
 def median(measured: list[dict], key: str) -> float:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.timed_load LOADS [arguments of tests.cpu_megatron.pretrain]
 
-Prints a JSON line per load: seconds, MiB that the process held at most during the load, and MiB
-that it holds after it.
+Prints a JSON line per load: seconds, seconds of processor time, MiB that the process held at most
+during the load, and MiB that it holds after it.
 """
 
 import gc
@@ -31,10 +31,12 @@ def main() -> None:
             args.consumed_train_samples = args.consumed_valid_samples = 0
             gc.collect()
             reset_peak()
-            start = time.perf_counter()
+            start, processor_start = time.perf_counter(), time.process_time()
             checkpointing.load_checkpoint(*load_arguments, **options)
             seconds = time.perf_counter() - start
-            measured = {'s': seconds, 'peak': memory('VmHWM'), 'held': memory('VmRSS')}
+            processor = time.process_time() - processor_start
+            memory_used = {'peak': memory('VmHWM'), 'held': memory('VmRSS')}
+            measured = {'s': seconds, 'processor': processor, **memory_used}
             print('LOAD', json.dumps(measured))
         sys.exit()
 

@@ -25,6 +25,11 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     retarget_sharded_state_dict_to_gpt_checkpoint,
     stored_optimizer_format,
 )
+from megatron.core.dist_checkpointing.read_record import (
+    DTensorLoadPlanner,
+    Shard,
+    recording_reads,
+)
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -35,6 +40,8 @@ import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
+# Upstream asks this module of torch's for the planner of `fsdp_dtensor`.
+default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
 _WEIGHTLESS = (
@@ -95,11 +102,15 @@ def load_checkpoint(
 def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **kwargs):
     """Upstream's, between the steps that a GPT checkpoint adds."""
     load = _current_load
+    to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
-        _point_at_gpt_checkpoint(load, args, sharded_state_dict)
-    result = upstream._load_base_checkpoint(
-        load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
-    )
+        to_read = _point_at_gpt_checkpoint(load, args, sharded_state_dict)
+    with recording_reads(to_read) as record:
+        result = upstream._load_base_checkpoint(
+            load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
+        )
+    if load is not None and not rank0 and load.layer_maps is not None:
+        record.check()
     if load is None or result[0] is None:
         return result
     if rank0:
@@ -190,6 +201,11 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     if load.load_optim and not load.release and load.content_metadata is not None:
         _refuse_optimizer_formats(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
+    if load.layout is not None and load.layout.mtp_depths and not load.layer_maps.mtp_pattern:
+        print_rank_0(
+            f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
+            f"read: the pattern has no MTP part, such as '/*-'."
+        )
     _warn_of_other_functions(args, ckpt_args)
     return load.layer_maps, load.load_optim
 
@@ -240,7 +256,8 @@ def _saved_pattern(ckpt_args) -> str | None:
     )
 
 
-def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> None:
+def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
+    """Make ``sharded_state_dict`` read the GPT checkpoint; returns what has to be read then."""
     parts = {
         key: part
         for key, part in sharded_state_dict.items()
@@ -249,13 +266,15 @@ def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> None:
     if not _UPSTREAM_RETARGETS:
         for part in parts.values():
             retarget_sharded_state_dict_to_gpt_checkpoint(part, load.layer_maps)
+    to_read = {}
     if load.layout is not None:
-        check_sources(parts, load.layout)
+        to_read = check_sources(parts, load.layout, bool(load.layer_maps.mtp_pattern))
     wants_optimizer = not args.no_load_optim and not args.finetune
     if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
         raise RuntimeError(
             'The GPT checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
         )
+    return to_read
 
 
 @contextmanager

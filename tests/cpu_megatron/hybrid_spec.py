@@ -7,6 +7,7 @@ maps give their checkpoint entries TE's names, as GPT's local spec does.
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -16,12 +17,19 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+
+from tests.cpu_megatron.latent_attention import gpt_latent_attention_layer_spec
 
 _mamba = ModuleSpec(
     module=MambaLayer,
@@ -82,9 +90,33 @@ _moe = ModuleSpec(
     ),
 )
 
+# Its norm is no part of a linear layer in TE either.
+_latent_attention = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=gpt_latent_attention_layer_spec().submodules.self_attention,
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
+# The stack of a depth is built from the pattern.
+_mtp = ModuleSpec(
+    module=MultiTokenPredictionBlock,
+    submodules=MultiTokenPredictionBlockSubmodules(
+        layer_specs=[get_mtp_layer_spec(None, use_transformer_engine=False)]
+    ),
+)
+
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
     submodules=HybridStackSubmodules(
-        mamba_layer=_mamba, attention_layer=_attention, mlp_layer=_mlp, moe_layer=_moe
+        mamba_layer=_mamba,
+        attention_layer=_attention,
+        mlp_layer=_mlp,
+        moe_layer=_moe,
+        mtp_block_spec=_mtp,
+        # Before 0.19 HybridStack has no such layer.
+        **({'mla_layer': _latent_attention} if hasattr(Symbols, 'MLA') else {}),
     ),
 )

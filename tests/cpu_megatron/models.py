@@ -3,11 +3,14 @@
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.cpu_megatron.latent_attention import gpt_latent_attention_layer_spec
 
 HYBRID_SPEC = ['tests.cpu_megatron.hybrid_spec', 'hybrid_stack_spec']
 
@@ -21,16 +24,19 @@ def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None):
             normalization=config.normalization,
             vp_stage=vp_stage,
         )
-    return get_gpt_layer_local_spec(
-        multi_latent_attention=config.multi_latent_attention,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
+    options = {'qk_layernorm': config.qk_layernorm, 'normalization': config.normalization}
+    if config.multi_latent_attention:
+        return gpt_latent_attention_layer_spec(**options)
+    return get_gpt_layer_local_spec(**options)
 
 
 def build_gpt(config: TransformerConfig, vp_stage: int | None = None, **options) -> GPTModel:
     """GPTModel; the options are its constructor's."""
-    return GPTModel(config, gpt_layer_spec(config, vp_stage), vp_stage=vp_stage, **options)
+    spec = gpt_layer_spec(config, vp_stage)
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+    return GPTModel(config, spec, vp_stage=vp_stage, mtp_block_spec=mtp, **options)
 
 
 def build_hybrid(

@@ -25,7 +25,7 @@ from megatron.core.num_microbatches_calculator import unset_num_microbatches_cal
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from tests.cpu_megatron.models import build_gpt, build_hybrid
@@ -113,7 +113,8 @@ def tiny_config(**options) -> TransformerConfig:
     }
     if options.get('num_moe_experts'):
         defaults |= {'add_bias_linear': False, 'moe_router_topk': 2}
-    return TransformerConfig(**(defaults | options))
+    kind = MLATransformerConfig if options.get('multi_latent_attention') else TransformerConfig
+    return kind(**(defaults | options))
 
 
 def _chunks(build: Callable, config: TransformerConfig, **options) -> list:
@@ -151,7 +152,8 @@ def gpt(tied: bool = True, position_embedding_type: str = 'rope', **config) -> l
 def hybrid(pattern: str, tied: bool = True, position_embedding_type: str = 'rope', **config):
     """This rank's chunks of a tiny HybridModel with the given layer pattern."""
     config = {
-        'num_layers': sum(symbol not in '|/' for symbol in pattern),
+        'num_layers': sum(symbol != '|' for symbol in pattern.partition('/')[0]),
+        'mtp_num_layers': pattern.count('/') or None,
         'is_hybrid_model': True,
         'mamba_state_dim': 8,
         'mamba_head_dim': 8,

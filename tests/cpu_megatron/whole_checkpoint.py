@@ -7,6 +7,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _LAYER_RE = re.compile(r'decoder\.layers\.(\d+)\.')
+_MTP_LAYER_RE = re.compile(r'mtp_model_layer\.layers\.(\d+)\.')
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
@@ -24,8 +25,15 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
 def gpt_source(tensors: dict, hybrid_key: str, pattern: str) -> torch.Tensor | None:
     """What ``hybrid_key`` has to equal, looked up in a GPT checkpoint; None for a fresh layer.
 
-    The i-th ``*`` is GPT layer i's attention, the i-th ``-`` or ``E`` its MLP.
+    The i-th ``*`` or ``+`` is GPT layer i's attention, the i-th ``-`` or ``E`` its MLP. What
+    follows a ``/`` in the pattern is the stack of a prediction depth, which is one GPT layer.
     """
+    pattern, _, mtp_pattern = pattern.partition('/')
+    of_mtp = _MTP_LAYER_RE.search(hybrid_key)
+    if of_mtp is not None:
+        if mtp_pattern[int(of_mtp.group(1))] == 'M':
+            return None
+        return tensors[_MTP_LAYER_RE.sub('transformer_layer.', hybrid_key)]
     layer = _LAYER_RE.search(hybrid_key)
     if layer is None:
         return tensors[hybrid_key.replace('decoder.final_norm.', 'decoder.final_layernorm.')]
@@ -33,7 +41,7 @@ def gpt_source(tensors: dict, hybrid_key: str, pattern: str) -> torch.Tensor | N
     symbol = pattern[index]
     if symbol == 'M':
         return None
-    same_kind = '*' if symbol == '*' else '-E'
+    same_kind = '*+' if symbol in '*+' else '-E'
     gpt_layer = sum(s in same_kind for s in pattern[:index])
     indexed = _LAYER_RE.sub(f'decoder.layers.{gpt_layer}.', hybrid_key)
     if indexed in tensors:

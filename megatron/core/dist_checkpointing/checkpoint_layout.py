@@ -5,7 +5,9 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 ``final_layernorm`` against HybridModel's ``final_norm``.
 """
 
+import math
 import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.read_record import Shard
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -39,7 +42,8 @@ class CheckpointLayout:
     """The model behind a checkpoint, as its keys tell.
 
     Attributes:
-        keys: entries' keys, without the shard suffix that DCP keys of objects have.
+        sizes: entries' keys, without the shard suffix that DCP keys of objects have -> global
+            shape; empty for objects.
         family: ``'gpt'``, ``'hybrid'``, or ``'other'`` where the keys show neither.
         evidence: a key that showed the family; empty for ``'other'``.
         indexed: the layer stands in the key, not as the leading axis.
@@ -50,7 +54,7 @@ class CheckpointLayout:
         has_optimizer: some entry is optimizer state.
     """
 
-    keys: frozenset[str] = field(repr=False)
+    sizes: Mapping[str, tuple[int, ...]] = field(repr=False)
     family: str
     evidence: str
     indexed: bool
@@ -59,6 +63,11 @@ class CheckpointLayout:
     latent_attention: bool
     mtp_depths: int
     has_optimizer: bool
+
+    @property
+    def keys(self) -> Set[str]:
+        """Entries' keys."""
+        return self.sizes.keys()
 
 
 def read_checkpoint_layout(checkpoint_dir: str) -> CheckpointLayout:
@@ -113,7 +122,7 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
     family, evidence = _family(names, layers, indexed)
     mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
     return CheckpointLayout(
-        keys=frozenset(sizes),
+        sizes=sizes,
         family=family,
         evidence=evidence,
         indexed=indexed,
@@ -127,7 +136,9 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
     )
 
 
-def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout) -> None:
+def check_sources(
+    sharded_state_dict: ShardedStateDict, layout: CheckpointLayout, with_mtp: bool = False
+) -> dict[Shard, int]:
     """Make sure that model and checkpoint have the same weights, before anything is read.
 
     Loading can be told to pass over what is missing on either side; here a missing source would
@@ -137,16 +148,21 @@ def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout
     Args:
         sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
         layout: of the checkpoint.
+        with_mtp: the model has multi-token prediction, so the checkpoint's has to be read too.
+
+    Returns:
+        How many elements of each of this rank's shards the checkpoint has, for a
+        :class:`ReadRecord` to check after the load.
 
     Raises:
         CheckpointingException: an entry has no source, or no rank reads a weight.
     """
-    requested = set(_tensor_keys(sharded_state_dict))
+    entries = list(_tensors(sharded_state_dict))
+    requested = {entry.key for entry in entries}
     missing = sorted(requested - layout.keys)
+    prefixes = (*WEIGHT_PREFIXES, 'mtp.') if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
-        key
-        for key in layout.keys
-        if key.startswith(WEIGHT_PREFIXES) and not key.endswith('_extra_state')
+        key for key in layout.keys if key.startswith(prefixes) and not key.endswith('_extra_state')
     )
     unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
     failed = torch.tensor([not missing], dtype=torch.uint8)
@@ -171,14 +187,27 @@ def check_sources(sharded_state_dict: ShardedStateDict, layout: CheckpointLayout
             f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
             f'--untie-embeddings-and-output-weights or --position-embedding-type.'
         )
+    return {
+        (entry.key, tuple(entry.global_offset)): _stored_elements(entry, layout.sizes[entry.key])
+        for entry in entries
+    }
 
 
-def _tensor_keys(sharded_state_dict: ShardedStateDict):
+def _tensors(sharded_state_dict: ShardedStateDict):
     for entry in nested_values(sharded_state_dict):
         if isinstance(entry, ShardedTensorFactory):
-            yield from _tensor_keys({'built': entry.build()})
+            yield from _tensors({'built': entry.build()})
         elif isinstance(entry, ShardedTensor):
-            yield entry.key
+            yield entry
+
+
+def _stored_elements(entry: ShardedTensor, stored: tuple[int, ...]) -> int:
+    # A vocabulary that is padded further than the checkpoint's isn't there to its end.
+    shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+    return math.prod(
+        max(0, min(size, stored_size - offset))
+        for size, stored_size, offset in zip(shape, stored, entry.global_offset, strict=False)
+    )
 
 
 def _family(names: dict[str, str], layers: list, indexed: bool) -> tuple[str, str]:

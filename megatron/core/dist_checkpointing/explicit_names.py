@@ -7,8 +7,8 @@ There a parameter's flattened key is its place in the state dict (``model``, ``o
 import bisect
 import re
 from collections.abc import Iterable
+from functools import cached_property
 
-MODULE_PREFIX_RE = re.compile(r'^(?:module\.)+')
 _PLACE_AND_WRAPPERS_RE = re.compile(
     r'^((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
 )
@@ -17,7 +17,8 @@ _PLACE_AND_WRAPPERS_RE = re.compile(
 class CheckpointNames:
     """Finds out how deeply the parameters of a checkpoint were wrapped.
 
-    Looking up a name takes a binary search, since optimizer state has further levels below it.
+    Looking up a name takes constant time where it is a key or the level above one, as most are,
+    and a binary search where there are further levels between.
 
     Attributes:
         keys: the checkpoint's flattened keys.
@@ -26,11 +27,10 @@ class CheckpointNames:
     def __init__(self, keys: Iterable[str], place: str = ''):
         """Take the flattened keys, of which those of interest begin with ``place``."""
         self.keys = frozenset(keys)
-        self._sorted_keys = sorted(self.keys)
         start = f'{place}.' if place else ''
-        found = {
-            _PLACE_AND_WRAPPERS_RE.match(key.removeprefix(start)).groups() for key in self.keys
-        }
+        # What the pattern looks at ends before a model's layers, and is the same for most keys.
+        heads = {''.join(key.partition('.layers.')[:2]) for key in self.keys}
+        found = {_PLACE_AND_WRAPPERS_RE.match(head.removeprefix(start)).groups() for head in heads}
         self._places = {f'{start}{below}' for below, _ in found}
         self._prefixes = {prefix for _, prefix in found}
 
@@ -42,12 +42,13 @@ class CheckpointNames:
             place: the name's place in the flattened keys; None looks in all of them.
         """
         places = self._places if place is None else {f'{place}.' if place else ''}
-        return {
-            prefix: f'{start}{prefix}{name}'
-            for start in places
-            for prefix in self._prefixes
-            if self._has(f'{start}{prefix}{name}')
-        }
+        found = {}
+        for start in places:
+            for prefix in self._prefixes:
+                whole = f'{start}{prefix}{name}'
+                if self._has(whole):
+                    found[prefix] = whole
+        return found
 
     def nearest(self, key: str) -> str:
         """What the checkpoint has in place of ``key``, in words."""
@@ -59,8 +60,23 @@ class CheckpointNames:
         return ' and '.join(alike[:3]) if alike else f'{len(self.keys)} other keys'
 
     def _has(self, name: str) -> bool:
-        if name in self.keys:
+        if name in self.keys or name in self._parents:
             return True
         below = f'{name}.'
         position = bisect.bisect_left(self._sorted_keys, below)
         return position < len(self._sorted_keys) and self._sorted_keys[position].startswith(below)
+
+    @cached_property
+    def _parents(self) -> frozenset[str]:
+        return frozenset(key.rpartition('.')[0] for key in self.keys)
+
+    @cached_property
+    def _sorted_keys(self) -> list[str]:
+        return sorted(self.keys)
+
+
+def without_module_prefix(key: str) -> str:
+    """``key`` without the ``module.`` of the wrappers."""
+    while key.startswith('module.'):
+        key = key.removeprefix('module.')
+    return key

@@ -20,18 +20,18 @@ same functions serve it.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import (
-    DENSE,
-    MOE,
-    WEIGHT_PREFIXES,
-    CheckpointLayout,
-)
+from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import MODULE_PREFIX_RE, CheckpointNames
+from megatron.core.dist_checkpointing.explicit_names import CheckpointNames, without_module_prefix
+from megatron.core.dist_checkpointing.gpt_layer_maps import (
+    _FRESH_INIT_SYMBOLS,
+    _GPT_SOURCED_SYMBOLS,
+    GPTCompatLayerMaps,
+    gpt_compatible_layer_maps,
+)
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -40,20 +40,29 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, parse_hybrid_pattern
 
-_MLP_KINDS = {Symbols.MLP: DENSE, Symbols.MOE: MOE}
-_MLP_SYMBOLS = tuple(_MLP_KINDS)
-_GPT_SOURCED_SYMBOLS = (Symbols.ATTENTION, *_MLP_SYMBOLS)
-_FRESH_INIT_SYMBOLS = (Symbols.MAMBA,)
-# HybridModel has it since megatron-core 0.19.
-_LATENT_ATTENTION_SYMBOL = '+'
+__all__ = [
+    '_FRESH_INIT_SYMBOLS',
+    '_GPT_SOURCED_SYMBOLS',
+    'GPTCompatLayerMaps',
+    'MODEL_SPACE_FORMATS',
+    'gpt_compatible_layer_maps',
+    'retarget_fsdp_state_dict_to_gpt_checkpoint',
+    'retarget_sharded_state_dict_to_gpt_checkpoint',
+]
 
 # What may stand before the decoder's own names: wrappers, and the prefixes that optimizers give
 # their state. Anything else is another model (`vision_model.decoder.layers.…`).
 _OWN_PREFIX = r'^(?:(?:module|model\d*|chained_\d+|optimizer\.state\.[^.]+)\.)*'
 _OWN_PREFIX_RE = re.compile(_OWN_PREFIX)
+_PARAMETER_RE = re.compile(f'{_OWN_PREFIX}(?:{"|".join(map(re.escape, WEIGHT_PREFIXES))}|mtp[.])')
 _DECODER_LAYER_KEY_RE = re.compile(_OWN_PREFIX + r'decoder\.layers\.(\d+)\.')
+# A depth of multi-token prediction is one GPT layer, and in HybridModel a stack of its own; in
+# `torch_dist` the two also differ in the name of what holds it.
+_MTP_LAYER_KEY_RE = re.compile(
+    _OWN_PREFIX + r'mtp\.layers\.\d+\.(?P<stack>mtp_model_layer\.layers\.(?P<layer>\d+)\.)'
+)
+_GPT_MTP_LAYER, _GPT_MTP_EXPLICIT_LAYER = 'transformer_layer.', 'mtp_model_layer.'
 _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
@@ -74,112 +83,6 @@ def stored_optimizer_format(content_metadata: Mapping[str, Any] | None, args: An
         full = getattr(args, 'ckpt_fully_parallel_save', False)
         return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
     return (content_metadata or {}).get('distrib_optim_sharding_type')
-
-
-@dataclass(frozen=True)
-class GPTCompatLayerMaps:
-    """Which GPT layer each layer of a hybrid pattern reads.
-
-    Layer indices are global (over all pipeline stages) and count from 0.
-
-    Attributes:
-        attention_to_gpt: hybrid layer of the i-th attention position -> i.
-        mlp_to_gpt: hybrid layer of the i-th MLP position, dense or MoE -> i.
-        fresh_init: hybrid layers that keep their initialisation.
-        num_gpt_layers: layers of the GPT checkpoint.
-        indexed: the checkpoint stores the layer as an index in the key, as GPTModel does for
-            layers that differ from one another, instead of as the leading axis.
-    """
-
-    attention_to_gpt: Mapping[int, int]
-    mlp_to_gpt: Mapping[int, int]
-    fresh_init: frozenset[int]
-    num_gpt_layers: int
-    indexed: bool = False
-
-    def gpt_layer(self, hybrid_layer: int) -> int | None:
-        """GPT layer that ``hybrid_layer`` reads; None for a layer that starts fresh.
-
-        Raises:
-            KeyError: the pattern has no such layer.
-        """
-        if hybrid_layer in self.fresh_init:
-            return None
-        if hybrid_layer in self.attention_to_gpt:
-            return self.attention_to_gpt[hybrid_layer]
-        return self.mlp_to_gpt[hybrid_layer]
-
-
-def gpt_compatible_layer_maps(
-    hybrid_layer_pattern: str, layout: CheckpointLayout | None = None
-) -> GPTCompatLayerMaps:
-    """Pair the layers of a hybrid pattern with those of a GPT model.
-
-    Args:
-        hybrid_layer_pattern: as in ``--hybrid-layer-pattern``; ``|`` separators don't matter.
-        layout: of the checkpoint, where it is known. Its layers then have to be of the kinds that
-            the pattern asks for, which also allows patterns that mix dense and MoE MLPs, and
-            multi-latent attention (``+``).
-
-    Raises:
-        ValueError: the pattern is empty or None, has an MTP part, has a symbol that GPT layers
-            can't provide, mixes dense and MoE MLPs, has unequal or zero numbers of attention and
-            MLP positions, or differs from ``layout``.
-    """
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(
-            f'Hybrid layer pattern {hybrid_layer_pattern!r} can not take a GPT checkpoint: {reason}'
-        )
-
-    if not hybrid_layer_pattern:
-        raise refuse('it is empty; set --hybrid-layer-pattern.')
-    try:
-        parsed = parse_hybrid_pattern(hybrid_layer_pattern)
-    except ValueError as error:
-        raise refuse(str(error)) from error
-    if parsed.mtp_num_depths:
-        raise refuse(f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.')
-    symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
-    if not symbols:
-        raise refuse('it has no layers; set --hybrid-layer-pattern.')
-    latent = layout is not None and layout.latent_attention
-    attention_symbol = _LATENT_ATTENTION_SYMBOL if latent else Symbols.ATTENTION
-    supported = [attention_symbol, *_MLP_SYMBOLS, *_FRESH_INIT_SYMBOLS]
-    strangers = sorted(set(symbols).difference(supported))
-    if strangers:
-        raise refuse(f'no layer of it provides {strangers}; supported are {supported}.')
-    if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
-        raise refuse("it mixes dense ('-') and MoE ('E') MLPs, GPT layers are all alike.")
-    attention = [i for i, symbol in enumerate(symbols) if symbol == attention_symbol]
-    mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
-    if not attention or len(attention) != len(mlp):
-        raise refuse(
-            f'a GPT layer has one attention and one MLP, but the pattern has {len(attention)} '
-            f"attention ({attention_symbol!r}) and {len(mlp)} MLP ('-' or 'E') positions."
-        )
-    if layout is not None:
-        if layout.num_layers != len(attention):
-            raise refuse(
-                f'it has {len(attention)} attention and MLP positions, the checkpoint '
-                f'{layout.num_layers} layers.'
-            )
-        for gpt, hybrid in enumerate(mlp):
-            kind = layout.mlp_kinds.get(gpt)
-            if kind != _MLP_KINDS[symbols[hybrid]]:
-                raise refuse(
-                    f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
-                    f'{kind or "missing"}.'
-                )
-    return GPTCompatLayerMaps(
-        attention_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(attention)},
-        mlp_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(mlp)},
-        fresh_init=frozenset(
-            i for i, symbol in enumerate(symbols) if symbol in _FRESH_INIT_SYMBOLS
-        ),
-        num_gpt_layers=len(attention),
-        indexed=layout is not None and layout.indexed,
-    )
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(
@@ -206,7 +109,10 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
             return LocalNonpersistentObject(entry.data)
         layer = _DECODER_LAYER_KEY_RE.match(entry.key)
         if layer is None:
-            entry.key = _rename_final_norm(entry.key)
+            key = _rename_final_norm(_rename_mtp_layer(entry.key, layer_maps, _GPT_MTP_LAYER))
+            if key is None:
+                return LocalNonpersistentObject(entry.data)
+            entry.key = key
             return entry
         gpt_layer = _gpt_layer_of(layer, entry.key, layer_maps)
         if gpt_layer is None:
@@ -291,15 +197,19 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         if isinstance(value, Mapping):
             renamed = {}
             for key, child in value.items():
-                new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
-                if new_key is None:
-                    continue
-                child_of_parameter = of_parameter or _is_parameter_name(new_key)
-                if names is not None and isinstance(new_key, str) and '.' in new_key:
-                    new_key = _with_checkpoint_prefix(new_key, names, path)
+                new_key, child_of_parameter = key, of_parameter
+                if isinstance(key, str) and '.' in key:
+                    new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
+                    if new_key is None:
+                        continue
+                    child_of_parameter = of_parameter or _is_parameter_name(new_key)
+                    if names is not None:
+                        new_key = _with_checkpoint_prefix(new_key, names, path)
                 child_path = f'{path}.{new_key}' if path else str(new_key)
-                if _is_nested(child) or is_stored(child, child_path, child_of_parameter):
+                if _is_nested(child):
                     renamed[new_key] = retarget(child, child_path, child_of_parameter)
+                elif is_stored(child, child_path, child_of_parameter):
+                    renamed[new_key] = child
             return renamed
         if isinstance(value, (list, tuple)):
             children = [(child, f'{path}.{index}') for index, child in enumerate(value)]
@@ -324,11 +234,12 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, (Mapping, list, tuple))
+    # The first check is the cheap one.
+    return not isinstance(value, torch.Tensor) and isinstance(value, (Mapping, list, tuple))
 
 
-def _is_parameter_name(key: Any) -> bool:
-    return isinstance(key, str) and _own_name(key).startswith(WEIGHT_PREFIXES)
+def _is_parameter_name(key: str) -> bool:
+    return _PARAMETER_RE.match(key) is not None
 
 
 def _retarget_explicit_key_to_gpt_checkpoint(
@@ -344,7 +255,7 @@ def _retarget_explicit_key_to_gpt_checkpoint(
     """
     if not isinstance(key, str) or '.' not in key:
         return key
-    if _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
+    if key.endswith(_GPT_OMITTED_LOCAL_KEYS) and _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
         return None
     layer = _DECODER_LAYER_KEY_RE.match(key)
     if layer is not None:
@@ -353,14 +264,14 @@ def _retarget_explicit_key_to_gpt_checkpoint(
             return None
         key = f'{key[: layer.start(1)]}{gpt_layer}.{key[layer.end() :]}'
     else:
-        key = _rename_final_norm(key)
-    if checkpoint_keys is None:
+        key = _rename_final_norm(_rename_mtp_layer(key, layer_maps, _GPT_MTP_EXPLICIT_LAYER))
+    if key is None or checkpoint_keys is None:
         return key
     return _with_checkpoint_prefix(key, CheckpointNames(checkpoint_keys))
 
 
 def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None = None) -> str:
-    bare = MODULE_PREFIX_RE.sub('', key)
+    bare = without_module_prefix(key)
     found = names.prefixes(bare, path)
     if len(found) > 1 and _is_parameter_name(bare):
         raise ValueError(
@@ -386,7 +297,25 @@ def _own_name(key: str) -> str:
     return key[_OWN_PREFIX_RE.match(key).end() :]
 
 
-def _rename_final_norm(key: str) -> str:
+def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) -> str | None:
+    """``key``, of a depth's stack in the GPT model's name for it; None for a fresh layer."""
+    match = _MTP_LAYER_KEY_RE.match(key)
+    if match is None:
+        return key
+    layer = int(match['layer'])
+    if layer >= len(layer_maps.mtp_pattern):
+        raise ValueError(
+            f'State dict entry {key!r} belongs to MTP layer {layer}, which the maps do not have; '
+            f'make them from the pattern that the model was built from.'
+        )
+    if layer_maps.mtp_pattern[layer] in _FRESH_INIT_SYMBOLS:
+        return None
+    return key[: match.start('stack')] + gpt_layer + key[match.end('stack') :]
+
+
+def _rename_final_norm(key: str | None) -> str | None:
+    if key is None:
+        return None
     name = _own_name(key)
     for hybrid, gpt in _GPT_FINAL_NORM_KEY_MAP.items():
         if name.startswith(hybrid):
@@ -395,6 +324,10 @@ def _rename_final_norm(key: str) -> str:
 
 
 if __name__ == '__main__':
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+    try:
+        from megatron_overlay.tools.checkpoint.gpt_into_hybrid import main
+    except ModuleNotFoundError:
+        # In a checkout the tools are beside the overlay's package, not below it.
+        from tools.checkpoint.gpt_into_hybrid import main
 
     raise SystemExit(main())

@@ -1,9 +1,8 @@
 """What loading a GPT checkpoint into a hybrid model will do, told from its metadata alone.
 
-The command line of :mod:`gpt_checkpoint_interop`: a look before a job waits in a queue.
+A look before a job waits in a queue.
 """
 
-import argparse
 import os
 import re
 
@@ -28,24 +27,18 @@ except ModuleNotFoundError:
 _TRACKER = 'latest_checkpointed_iteration.txt'
 
 
-def main(argv: list[str] | None = None) -> int:
+def report(checkpoint: str, pattern: str) -> int:
     """Print which hybrid layer reads what, and whether the load will work.
+
+    Args:
+        checkpoint: as for ``--load``, or the directory of one iteration.
+        pattern: as in ``--hybrid-layer-pattern``.
 
     Returns:
         0 when it will, 1 when it won't; the reason is the last line.
     """
-    parser = argparse.ArgumentParser(
-        prog='python -m megatron.core.dist_checkpointing.gpt_checkpoint_interop',
-        description='Tell what loading a GPT checkpoint into a hybrid model will do. Reads '
-        'metadata only.',
-    )
-    parser.add_argument(
-        'checkpoint', help='an iter_XXXXXXX or release directory, or the directory above it'
-    )
-    parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
-    options = parser.parse_args(argv)
     try:
-        directory = checkpoint_directory(options.checkpoint)
+        directory = checkpoint_directory(checkpoint)
         # Later readers unpickle this file freely; none of its classes may be a stranger.
         layout = layout_from_metadata(load_dcp_metadata(directory))
         if layout.family != 'gpt':
@@ -53,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
                 f'{directory}: its keys are of a {layout.family} model'
                 f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
             )
-        layer_maps = gpt_compatible_layer_maps(options.pattern, layout)
+        layer_maps = gpt_compatible_layer_maps(pattern, layout)
         lines = list(describe(directory, layout, layer_maps))
     except (CheckpointingException, ValueError) as error:
         print(f'Will not load: {error}')
@@ -104,7 +97,9 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
     }
     for hybrid, source in sorted(sources.items()):
         yield f'  hybrid layer {hybrid:3}  <-  {source}'
-    if layout.mtp_depths:
+    if layer_maps.mtp_pattern:
+        yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
+    elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
     sharding_type = optimizer_format(directory, layout)
     yield f'Optimizer state: {sharding_type or "none"}'

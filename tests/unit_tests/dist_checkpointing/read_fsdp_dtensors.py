@@ -6,7 +6,9 @@ Fails where a tensor isn't what it has to be.
 """
 
 import hashlib
+import pickle
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed import checkpoint
@@ -34,6 +36,7 @@ def main(directory):
             source = training_state(mesh, 'gpt', gpt_shapes, (1, 3), chained)
             target = training_state(mesh, 'hybrid', hybrid_shapes, (2, 2), chained)
             read_and_compare(source, target, f'{directory}/{chained}')
+        read_incomplete(target['model'], f'{directory}/incomplete')
 
 
 def shapes(model):
@@ -101,6 +104,38 @@ def read_and_compare(source, target, path):
             assert expected is None or not torch.equal(before[kind][name], expected), name
     assert read == sum(len(of_kind) for of_kind in gpt.values())
     assert set(settings(request)) == set(settings(source))
+
+
+def read_incomplete(model, path):
+    """What no chunk of the checkpoint covers has to be missed after the load, on both ranks."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.read_record import DTensorLoadPlanner, recording_reads
+
+    def read():
+        with recording_reads({}) as record:
+            checkpoint.load(model, checkpoint_id=path, planner=DTensorLoadPlanner())
+        record.check()
+
+    checkpoint.save(model, checkpoint_id=path)
+    read()
+    if torch.distributed.get_rank() == 0:
+        file = Path(path, '.metadata')
+        metadata = pickle.loads(file.read_bytes())
+        key = min(key for key in model if key.endswith('linear_fc1.weight'))
+        # The second rank's half.
+        metadata.state_dict_metadata[key].chunks.pop()
+        file.write_bytes(pickle.dumps(metadata))
+    torch.distributed.barrier()
+    try:
+        read()
+    except CheckpointingException as error:
+        message = str(error)
+    else:
+        raise AssertionError('the missing chunk was not missed')
+    if torch.distributed.get_rank() == 1:
+        assert 'linear_fc1.weight (from [32, 0])' in message and '0 were read' in message, message
+    else:
+        assert message.startswith('Another rank'), message
 
 
 def leaves(state):

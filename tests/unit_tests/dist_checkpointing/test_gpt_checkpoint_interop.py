@@ -1,8 +1,9 @@
 """Layer maps and retargeting, entry by entry, and on checkpoints of real models."""
 
+import dataclasses
 import io
 import pickle
-from dataclasses import FrozenInstanceError
+import re
 
 import pytest
 import torch
@@ -15,9 +16,13 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensorFactory,
 )
+from megatron.core.dist_checkpointing.read_record import recording_reads
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tools.checkpoint.gpt_into_hybrid import main
 
 MAPS = interop.gpt_compatible_layer_maps('M*-M*-')
 
@@ -32,7 +37,7 @@ def test_maps_pair_the_ith_positions():
     assert interop.gpt_compatible_layer_maps('E*') == interop.GPTCompatLayerMaps(
         {1: 0}, {0: 0}, frozenset(), 1
     )
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         maps.num_gpt_layers = 3
 
 
@@ -185,6 +190,7 @@ def test_other_models_decoders_are_left_alone():
 
 
 def save_gpt(path, layout_options=None, **model):
+    """Train, save, and train on; returns the losses after the save."""
     with model_parallel():
         run = Training.start(gpt(**model), distributed_optimizer())
         run.train(2)
@@ -196,24 +202,44 @@ def save_gpt(path, layout_options=None, **model):
 
             run.state_dict = with_options
         run.save(path)
+        return run.train(2)
 
 
 def load_into_hybrid(path, pattern, again, **model):
-    """Load through the retargeted request, and save what arrived under the model's own keys."""
+    """Load through the retargeted request, and save what arrived under the model's own keys.
+
+    Returns:
+        The layer maps, and the losses of the next steps.
+    """
     layout = read_checkpoint_layout(str(path))
     maps = interop.gpt_compatible_layer_maps(pattern, layout)
 
     def prepare(state):
         for part in ('model', 'optimizer'):
             interop.retarget_sharded_state_dict_to_gpt_checkpoint(state[part], maps)
-        check_sources({part: state[part] for part in ('model', 'optimizer')}, layout)
+        parts = {part: state[part] for part in ('model', 'optimizer')}
+        check_sources(parts, layout, with_mtp=bool(maps.mtp_pattern))
         return state
 
     with model_parallel(seed=99):
         run = Training.start(hybrid(pattern, **model), distributed_optimizer())
         run.load(path, prepare)
         run.save(again)
-    return maps
+        return maps, run.train(2)
+
+
+MLA = {
+    'multi_latent_attention': True,
+    'q_lora_rank': 8,
+    'kv_lora_rank': 12,
+    'qk_head_dim': 8,
+    'qk_pos_emb_head_dim': 4,
+    'v_head_dim': 6,
+    'rope_type': 'rope',
+}
+needs_latent_layers = pytest.mark.skipif(
+    not hasattr(Symbols, 'MLA'), reason='HybridModel has no MLA layers before 0.19'
+)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +249,22 @@ def load_into_hybrid(path, pattern, again, **model):
         ('*E*E', True, {'num_moe_experts': 4, 'moe_layer_freq': [1, 1]}),
         ('*EM*E', False, {'num_moe_experts': 4, 'moe_layer_freq': 1, 'gated_linear_unit': True}),
         ('*-*-', False, {'gated_linear_unit': True, 'add_bias_linear': False}),
+        pytest.param('+-+-', False, MLA, marks=needs_latent_layers),
+        pytest.param('+M-+-', False, MLA | {'gated_linear_unit': True}, marks=needs_latent_layers),
+        ('*-*-/*-/*-', False, {'mtp_num_layers': 2}),
+        ('M*-*-/*M-', False, {'mtp_num_layers': 1, 'gated_linear_unit': True}),
+        ('*-*-/*-/*-', False, {'mtp_num_layers': 2, 'mtp_use_repeated_layer': True}),
     ],
 )
 def test_layers_stored_by_index_and_as_axis(pattern, indexed, model, tmp_path):
-    save_gpt(tmp_path / 'gpt', **model)
+    expected_losses = save_gpt(tmp_path / 'gpt', **model)
     of_hybrid = {
         key: value for key, value in model.items() if key not in ('num_layers', 'moe_layer_freq')
     }
-    maps = load_into_hybrid(tmp_path / 'gpt', pattern, tmp_path / 'again', **of_hybrid)
+    maps, losses = load_into_hybrid(tmp_path / 'gpt', pattern, tmp_path / 'again', **of_hybrid)
     assert maps.indexed == indexed
+    if 'M' not in pattern:
+        assert losses == expected_losses
     source, loaded = read_tensors(tmp_path / 'gpt'), read_tensors(tmp_path / 'again')
     compared = 0
     for key, value in loaded.items():
@@ -241,6 +274,13 @@ def test_layers_stored_by_index_and_as_axis(pattern, indexed, model, tmp_path):
             assert torch.equal(value, expected), key
     per_layer = [key for key in loaded if 'decoder.layers.' in key and '.mixer.' not in key]
     assert compared >= len(per_layer) > 20
+    assert any('.mtp.' in key for key in loaded) == ('/' in pattern)
+    if 'M' not in pattern:
+        assert compared == len(loaded) == len(source) + len(per_layer) - len(stacked(source))
+
+
+def stacked(tensors):
+    return [key for key in tensors if '.layers.' in key and 'mtp.' not in key]
 
 
 def test_weights_on_one_side_only_are_an_error(tmp_path):
@@ -259,6 +299,50 @@ def test_weights_on_one_side_only_are_an_error(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    'key',
+    [
+        'decoder.layers.mlp.linear_fc2.weight',
+        'optimizer.state.exp_avg_sq.decoder.layers.self_attention.linear_qkv.weight',
+    ],
+)
+def test_an_entry_that_the_load_skips_is_missed_after_it(key, tmp_path, monkeypatch):
+    save_gpt(tmp_path / 'gpt')
+    layout = read_checkpoint_layout(str(tmp_path / 'gpt'))
+    maps = interop.gpt_compatible_layer_maps('M*-*-', layout)
+    plan_everything = MCoreLoadPlanner.create_local_plan
+
+    def skip(planner):
+        plan = plan_everything(planner)
+        items = [
+            item
+            for item in plan.items
+            if (item.dest_index.fqn, tuple(item.dest_index.offset or ())[:1]) != (key, (1,))
+        ]
+        return dataclasses.replace(plan, items=items)
+
+    with model_parallel(seed=99):
+        run = Training.start(hybrid('M*-*-'), distributed_optimizer())
+
+        def load():
+            def prepare(state):
+                parts = {part: state[part] for part in ('model', 'optimizer')}
+                for part in parts.values():
+                    interop.retarget_sharded_state_dict_to_gpt_checkpoint(part, maps)
+                record.requested.update(check_sources(parts, layout))
+                return state
+
+            with recording_reads({}) as record:
+                run.load(tmp_path / 'gpt', prepare)
+            return record
+
+        load().check()
+        monkeypatch.setattr(MCoreLoadPlanner, 'create_local_plan', skip)
+        record = load()
+        with pytest.raises(CheckpointingException, match=rf'{re.escape(key)} \(from \[1, 0, 0\]\)'):
+            record.check()
+
+
 def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
     save_gpt(tmp_path / 'dense')
     layout = read_checkpoint_layout(str(tmp_path / 'dense'))
@@ -268,9 +352,41 @@ def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
             interop.gpt_compatible_layer_maps(pattern, layout)
 
 
-def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
+def test_attention_of_another_kind_is_refused_by_name(tmp_path):
+    save_gpt(tmp_path / 'dense')
+    save_gpt(tmp_path / 'latent', **MLA)
+    dense, latent = (read_checkpoint_layout(str(tmp_path / name)) for name in ('dense', 'latent'))
+    assert (dense.latent_attention, latent.latent_attention) == (False, True)
+    with pytest.raises(ValueError, match=r"multi-latent \(MLA\), so it goes into '\+'.*not.*'\*'"):
+        interop.gpt_compatible_layer_maps('M*-*-', latent)
+    reason = r"not multi-latent \(MLA\), so it goes into '\*'" if hasattr(Symbols, 'MLA') else r'\+'
+    with pytest.raises(ValueError, match=reason):
+        interop.gpt_compatible_layer_maps('M+-+-', dense)
 
+
+def test_mtp_depths_that_do_not_pair_are_refused(tmp_path):
+    save_gpt(tmp_path / 'plain')
+    save_gpt(tmp_path / 'mtp', mtp_num_layers=2)
+    plain, mtp = (read_checkpoint_layout(str(tmp_path / name)) for name in ('plain', 'mtp'))
+    assert (plain.mtp_depths, mtp.mtp_depths) == (0, 2)
+    for pattern, layout, reason in [
+        ('*-*-/*-', plain, "MTP part '\\*-' has no source"),
+        ('*-*-/*-', mtp, '1 MTP depths, the checkpoint 2'),
+        ('*-*-/*-/*-/*-', mtp, '3 MTP depths, the checkpoint 2'),
+        ('*-*-/M/M', mtp, '0 attention .* and 0 MLP'),
+        ('*-*-/*-*-/*-*-', mtp, '2 attention .* and 2 MLP'),
+        ('*-*-/G-/G-', mtp, "'G'"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            interop.gpt_compatible_layer_maps(pattern, layout)
+    # The other kind of MLP has other keys.
+    with pytest.raises(CheckpointingException, match=r'mtp\.layers\.0\.transformer_layer\.mlp'):
+        load_into_hybrid(tmp_path / 'mtp', '*-*-/*E/*E', tmp_path / 'again', num_moe_experts=4)
+    # Without an MTP part the depths stay unread.
+    assert not interop.gpt_compatible_layer_maps('*-*-', mtp).mtp_pattern
+
+
+def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     save_gpt(tmp_path / 'iter_0000002')
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
     assert main([str(tmp_path), 'M*-*-']) == 0
@@ -305,8 +421,6 @@ class Hostile:
 
 
 def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
-    from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main
-
     (tmp_path / '.metadata').write_bytes(pickle.dumps(Hostile()))
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out

@@ -4,6 +4,7 @@ Megatron-FSDP needs a GPU. What reaches the retargeting and DCP doesn't: real pa
 DTensors over a device mesh, which read_fsdp_dtensors.py makes.
 """
 
+import dataclasses
 import io
 from types import MappingProxyType
 
@@ -135,6 +136,47 @@ def test_a_parameter_under_several_prefixes_is_an_error():
         assert key in str(error.value)
     with pytest.raises(ValueError, match='under 2 prefixes'):
         _retarget_explicit_key_to_gpt_checkpoint(f'decoder.layers.5.{FC1}', MAPS, keys)
+
+
+def test_an_optimizer_s_parameter_under_several_prefixes_is_an_error():
+    state = {'state': {key: {'exp_avg': weight} for key, weight in hybrid_model().items()}}
+    keys = gpt_keys('optimizer.state', 'module.', ['.exp_avg'])
+    keys.append(f'optimizer.state.decoder.layers.0.{QKV}.exp_avg')
+    with pytest.raises(ValueError, match='under 2 prefixes') as error:
+        retarget_fsdp_state_dict_to_gpt_checkpoint(state, MAPS, keys, 'optimizer')
+    assert f'optimizer.state.decoder.layers.0.{QKV}' in str(error.value)
+
+
+def test_mtp_depths_have_one_layer_in_the_gpt_model():
+    maps = dataclasses.replace(MAPS, mtp_pattern='*M-')
+    depth = 'module.mtp.layers.0'
+    own = [f'{depth}.eh_proj.weight'] + [
+        f'{depth}.mtp_model_layer.layers.{index}.{name}'
+        for index, name in enumerate([QKV, 'mixer.in_proj.weight', FC1])
+    ]
+    state = {name: torch.full((2,), float(index)) for index, name in enumerate(own)}
+    keys = [f'{depth}.eh_proj.weight'] + [f'{depth}.mtp_model_layer.{name}' for name in (QKV, FC1)]
+    stored = [f'model.{key}' for key in keys]
+    found = retarget_fsdp_state_dict_to_gpt_checkpoint(state, maps, stored, 'model')
+    assert list(found) == keys
+    assert all(found[key] is state[own[index]] for key, index in zip(keys, (0, 1, 3), strict=True))
+    with pytest.raises(ValueError, match=f'{FC1}: .*does not have it'):
+        retarget_fsdp_state_dict_to_gpt_checkpoint(state, maps, stored[:-1], 'model')
+    with pytest.raises(ValueError, match='MTP layer 0, which the maps do not have'):
+        retarget_fsdp_state_dict_to_gpt_checkpoint(state, MAPS, stored, 'model')
+
+
+@pytest.mark.parametrize('levels', [['step'], ['group', 'step'], ['group', '0', 'step']])
+def test_names_are_found_above_any_number_of_levels(levels):
+    name = f'module.decoder.layers.5.{FC1}'
+    value = torch.zeros(1)
+    for level in reversed(levels):
+        value = {level: value}
+    stored = f'optimizer.state.module.module.decoder.layers.1.{FC1}'
+    found = retarget_fsdp_state_dict_to_gpt_checkpoint(
+        {'state': {name: value}}, MAPS, ['.'.join([stored, *levels])], 'optimizer'
+    )
+    assert list(found['state']) == [stored.removeprefix('optimizer.state.')]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ LAST_SAVED, LAST = 3, 6
 
 @dataclass
 class Case:
-    """One load: layouts are (TP, PP, EP, DP)."""
+    """One load: layouts are (TP, PP, EP, DP); ``save`` and ``load`` are for one of the runs."""
 
     pattern: str
     source: tuple[int, int, int, int] = (1, 1, 1, 1)
@@ -30,6 +30,7 @@ class Case:
     model: list[str] = field(default_factory=list)
     optimizer: str = 'torch_adam'
     training: list[str] = field(default_factory=lambda: DISTRIBUTED)
+    save: list[str] = field(default_factory=list)
     load: list[str] = field(default_factory=list)
 
     @property
@@ -68,12 +69,14 @@ CASES = {
         model=GATED,
         optimizer='fused_adam',
         training=[*DISTRIBUTED, '--bf16'],
+        load=['--ckpt-fully-parallel-load'],
     ),
     'bf16, torch adam, dp 2 to 1': Case(
         'M*-M*-', (1, 1, 1, 2), (1, 1, 1, 1), training=[*DISTRIBUTED, '--bf16']
     ),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
     'experts 1 to 2': Case('*E*E', (1, 1, 1, 1), (1, 1, 2, 2), model=MOE),
+    'mtp': Case('*-*-/*-', save=['--mtp-num-layers=1']),
     'model only': Case('M*-*-', model=LEARNED, load=['--no-load-optim', '--no-load-rng']),
 }
 
@@ -93,6 +96,7 @@ def test_weights_and_optimizer_state_arrive(name, tmp_path):
         'tests.cpu_megatron.pretrain',
         'gpt',
         *common,
+        *case.save,
         *parallel(case.source),
         f'--save={tmp_path}/gpt',
         f'--save-interval={LAST_SAVED}',

@@ -18,6 +18,7 @@ TOOLS = {
     'megatron-weighted-merge': 'weighted_merge.py',
     'megatron-convert-pp-vpp': 'convert_ckpt_pp_vpp.py',
     'megatron-inspect-checkpoint': 'inspect_checkpoint.py',
+    'megatron-gpt-into-hybrid': 'gpt_into_hybrid.py',
 }
 
 
@@ -190,9 +191,30 @@ def test_status_in_a_checkout_that_is_not_installed(stock):
 
 @pytest.mark.parametrize('command', TOOLS)
 def test_console_commands(installed, command):
-    if not (REPOSITORY / 'tools' / 'checkpoint' / TOOLS[command]).exists():
-        pytest.skip(f'tools/checkpoint/{TOOLS[command]} is not there')
+    assert (REPOSITORY / 'tools' / 'checkpoint' / TOOLS[command]).exists()
     script = installed.root / 'bin' / command
     assert script.read_text().startswith(f'#!{installed.python}')
     run = installed.run(script, '--help')
     assert run.returncode == 0 and run.stdout.startswith(f'usage: {command} ')
+
+
+def test_the_dry_run_without_what_it_needs(installed, stock, without_core, source_tree, tmp_path):
+    script = installed.root / 'bin' / 'megatron-gpt-into-hybrid'
+    tree = source_tree(MINOR=17)
+    for environment, path, variables, reason in [
+        (installed, None, {'MEGATRON_OVERLAY': '0'}, 'MEGATRON_OVERLAY=0'),
+        (without_core, None, {}, 'megatron-core: not found'),
+        (without_core, tree, {}, 'megatron-core 0.17'),
+    ]:
+        run = environment.run(script, tmp_path, '*-', path=path, **variables)
+        assert run.returncode == 1 and run.stdout.startswith('Can not tell: '), run.stderr
+        assert reason in run.stdout and run.stdout.count('\n') == 1 and not run.stderr
+
+
+def test_the_dry_run_s_output_is_its_own(installed, tmp_path):
+    script = installed.root / 'bin' / 'megatron-gpt-into-hybrid'
+    run = installed.run(script, tmp_path / 'nowhere', '*-')
+    assert run.returncode == 1 and run.stdout.startswith('Will not load: ')
+    assert not run.stderr
+    run = installed.run('-m', REPLACED, tmp_path / 'nowhere', '*-')
+    assert run.returncode == 1 and run.stdout.startswith('Will not load: ')

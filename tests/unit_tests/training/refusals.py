@@ -42,7 +42,8 @@ def main() -> None:
             outcomes[name] = {'error': error, 'untouched': untouched}
             for key, value in original.items():
                 setattr(args, key, value)
-        Path(out).write_text(json.dumps(outcomes))
+        if torch.distributed.get_rank() == 0:
+            Path(out).write_text(json.dumps(outcomes))
         sys.exit(0)
 
     training.load_checkpoint = try_all

@@ -1,7 +1,9 @@
 """``load_checkpoint``: which checkpoints go into which run, and what a user is told otherwise."""
 
 import json
+import pickle
 import re
+import shutil
 
 import pytest
 
@@ -28,6 +30,13 @@ WITH_OTHER_ARGUMENTS = {
     ),
     'gpt that says hybrid': ({'hybrid_layer_pattern': '*-*-'}, CHECKPOINTS['gpt']),
 }
+# name -> the stacked tensor that lacks a layer
+INCOMPLETE = {
+    'gpt without a weight of layer 1': 'decoder.layers.mlp.linear_fc2.weight',
+    'gpt without a moment of layer 1': (
+        'optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight'
+    ),
+}
 
 
 @pytest.fixture(scope='module')
@@ -45,14 +54,26 @@ def checkpoints(tmp_path_factory):
             '--save',
             str(root / name),
         )
+    for name, key in INCOMPLETE.items():
+        shutil.copytree(root / 'gpt', root / name)
+        drop_last_layer(root / name / 'iter_0000001' / '.metadata', key)
     return root
 
 
-def attempt(cases, checkpoints, tmp_path, *arguments):
+def drop_last_layer(file, key):
+    """Let the metadata forget the last layer's part of ``key``, as if no rank had written it."""
+    metadata = pickle.loads(file.read_bytes())
+    chunks = metadata.state_dict_metadata[key].chunks
+    (last,) = [chunk for chunk in chunks if chunk.offsets[0] == 1]
+    chunks.remove(last)
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def attempt(cases, checkpoints, tmp_path, *arguments, nproc=1):
     for settings in cases.values():
         settings['load'] = str(checkpoints / settings['load'])
     torchrun(
-        1,
+        nproc,
         'tests.unit_tests.training.refusals',
         f'{tmp_path}/out.json',
         json.dumps(cases),
@@ -129,6 +150,28 @@ def test_hybrid_run(checkpoints, tmp_path):
     for name in LOADS:
         assert outcomes[name]['error'] is None, outcomes[name]
         assert not outcomes[name]['untouched'], name
+
+
+# DCP reads the chunks that there are, and says nothing.
+@pytest.mark.parametrize('nproc, arguments', [(1, []), (2, ['--ckpt-fully-parallel-load'])])
+def test_what_was_not_read_is_an_error(nproc, arguments, checkpoints, tmp_path):
+    outcomes = attempt(
+        {'complete': {'load': 'gpt'}} | {name: {'load': name} for name in INCOMPLETE},
+        checkpoints,
+        tmp_path,
+        'hybrid',
+        *RESHARDABLE,
+        '--hybrid-layer-pattern=M*-*-',
+        *arguments,
+        nproc=nproc,
+    )
+    assert outcomes.pop('complete') == {'error': None, 'untouched': False}
+    for name, outcome in outcomes.items():
+        assert outcome['error'] and re.match(
+            rf'CheckpointingException: {re.escape(INCOMPLETE[name])} \(from \[1, 0, 0\]\): '
+            r'the model needs \d+ elements of it and 0 were read',
+            outcome['error'],
+        ), outcome
 
 
 def test_gpt_run(checkpoints, tmp_path):

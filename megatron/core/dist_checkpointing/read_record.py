@@ -1,0 +1,132 @@
+"""What a load has read from storage, noted as it arrives.
+
+A request can be passed over in silence: ``--dist-ckpt-strictness log_all`` drops entries, and DCP
+leaves alone what no chunk of the checkpoint covers. The tensors then hold what they held before,
+and nothing in the loaded state dict tells it from what was read.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+# Key of a tensor, and where in it the shard begins.
+Shard = tuple[str, tuple[int, ...]]
+
+_current: 'ReadRecord | None' = None
+
+
+class ReadRecord:
+    """How many elements of which shards this rank's planners have put in place.
+
+    Attributes:
+        requested: elements that have to be read of each of this rank's shards.
+    """
+
+    def __init__(self, requested: Mapping[Shard, int]):
+        self.requested = dict(requested)
+        self._elements: Counter[Shard] = Counter()
+
+    def note(self, item: ReadItem) -> None:
+        """Take down that ``item`` was read."""
+        shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
+        self._elements[shard] += math.prod(item.lengths)
+
+    def check(self) -> None:
+        """Make sure that what was requested was read, here or by a rank that shares its reads.
+
+        All ranks have to call this, and all of them raise.
+
+        Raises:
+            CheckpointingException: some wasn't.
+        """
+        unread = [shard for shard, size in self.requested.items() if self._elements[shard] < size]
+        if _on_any_rank(bool(unread)):
+            # --ckpt-fully-parallel-load lets each rank read a part and pass it on.
+            elsewhere = _gather(self.requested.keys() - set(unread))
+            unread = [shard for shard in unread if _digest(shard) not in elsewhere]
+        failed = _on_any_rank(bool(unread))
+        if unread:
+            key, offset = first = min(unread)
+            raise CheckpointingException(
+                f'{key} (from {list(offset)}): the model needs {self.requested[first]} elements of '
+                f'it and {self._elements[first]} were read from the checkpoint ({len(unread)} '
+                f'such entries). They would stay as they were initialised: check that the '
+                f'checkpoint is complete, and load with --dist-ckpt-strictness raise_unexpected.'
+            )
+        if failed:
+            raise CheckpointingException('Another rank did not read all the entries it needs.')
+
+
+class NotesReads:
+    """Mixin of a DCP load planner, which tells the current record what arrives."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """The planner's own."""
+        super().commit_tensor(read_item, tensor)
+        if _current is not None:
+            _current.note(read_item)
+
+
+class DTensorLoadPlanner(NotesReads, DefaultLoadPlanner):
+    """DCP's planner, for what no ``ShardedTensor`` describes: it also notes what is requested."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """The planner's own."""
+        plan = super().create_local_plan()
+        if _current is not None:
+            for key, tensor in self.state_dict.items():
+                stored = self.metadata.state_dict_metadata.get(key)
+                if isinstance(stored, TensorStorageMetadata):
+                    _current.requested.update(_shards(key, tensor))
+        return plan
+
+
+def _shards(key: str, tensor: torch.Tensor) -> Iterator[tuple[Shard, int]]:
+    """This rank's shards of ``tensor``, and their sizes."""
+    if not hasattr(tensor, '__create_chunk_list__'):
+        yield (key, (0,) * tensor.dim()), tensor.numel()
+        return
+    for chunk in tensor.__create_chunk_list__():
+        yield (key, tuple(chunk.offsets)), math.prod(chunk.sizes)
+
+
+@contextmanager
+def recording_reads(requested: Mapping[Shard, int]) -> Iterator[ReadRecord]:
+    """Record what planners read in this block, for :meth:`ReadRecord.check` after it."""
+    global _current
+    outer, _current = _current, ReadRecord(requested)
+    try:
+        yield _current
+    finally:
+        _current = outer
+
+
+def _on_any_rank(flag: bool) -> bool:
+    if not torch.distributed.is_initialized():
+        return flag
+    on_any = torch.tensor([flag], dtype=torch.uint8)
+    if torch.distributed.get_backend() == 'nccl':
+        on_any = on_any.cuda()
+    torch.distributed.all_reduce(on_any, op=torch.distributed.ReduceOp.MAX)
+    return bool(on_any.item())
+
+
+def _gather(shards: Iterable[Shard]) -> set[bytes]:
+    """Digests of all ranks' shards; 8 bytes each, since there can be millions."""
+    if not torch.distributed.is_initialized():
+        return set()
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, b''.join(map(_digest, shards)))
+    return {part[i : i + 8] for part in gathered for i in range(0, len(part), 8)}
+
+
+def _digest(shard: Shard) -> bytes:
+    return hashlib.blake2b(repr(shard).encode(), digest_size=8).digest()

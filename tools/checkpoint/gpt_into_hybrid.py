@@ -1,0 +1,66 @@
+"""Tell what loading a GPT checkpoint into a hybrid model will do, from its metadata alone."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    __package__ = 'tools.checkpoint'
+
+from .common.quiet import quiet_imports
+
+_DESCRIPTION = """\
+Tell what `pretrain_hybrid.py --load CHECKPOINT --hybrid-layer-pattern PATTERN` will do with a
+checkpoint of a GPT model: which layer reads what, what starts fresh, and whether the load will
+work. Reads metadata only.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        0 when the load will work, 1 when it won't; the reason is the last line then.
+    """
+    parser = argparse.ArgumentParser(
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        'checkpoint', help='an iter_XXXXXXX or release directory, or the directory above it'
+    )
+    parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
+    options = parser.parse_args(argv)
+    reason = _why_not_active()
+    if reason:
+        print(f'Can not tell: {reason}')
+        return 1
+    with quiet_imports():
+        from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
+    return report(options.checkpoint, options.pattern)
+
+
+def _why_not_active() -> str | None:
+    """Why a run in this environment would be one of stock megatron-core; None where it isn't."""
+    import megatron_overlay
+    from megatron_overlay._finder import core_version
+
+    if not megatron_overlay.activate():
+        return 'MEGATRON_OVERLAY=0 keeps this package out of the run; unset it.'
+    version, location = core_version()
+    if not location:
+        return 'megatron-core: not found; install it or put a Megatron-LM checkout on the path.'
+    finder = megatron_overlay.finder
+    if not finder.supports(version):
+        return (
+            f'megatron-core {version or "of unknown version"} in {location}: supported are '
+            f'releases of {" and ".join(finder.supported_versions)}.'
+        )
+    return None
+
+
+if __name__ == '__main__':
+    sys.exit(main())
