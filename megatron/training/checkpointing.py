@@ -225,10 +225,11 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
         layer_maps = hybrid_checkpoint_layer_maps(load.layout)
     except ValueError as error:
         raise refuse(str(error)) from error
-    if args.num_layers != layer_maps.num_gpt_layers or args.hybrid_layer_pattern:
+    own_pattern = args.hybrid_layer_pattern
+    if args.num_layers != layer_maps.num_gpt_layers or own_pattern:
         raise refuse(
             f'The hybrid checkpoint makes a GPT model of {layer_maps.num_gpt_layers} layers, the '
-            f'run has {args.num_layers} and hybrid layer pattern {args.hybrid_layer_pattern!r}: '
+            f'run has {args.num_layers}{f" and a pattern, {own_pattern!r}" if own_pattern else ""}: '
             f'pass --num-layers {layer_maps.num_gpt_layers}, and no --hybrid-layer-pattern.'
         )
     load.layer_maps, load.retarget = layer_maps, retarget_sharded_state_dict_to_hybrid_checkpoint
