@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
     hybrid_checkpoint_layer_maps,
     hybrid_checkpoint_pattern,
+    is_pattern_of_gpt_layers,
     retarget_sharded_state_dict_to_hybrid_checkpoint,
 )
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
@@ -225,11 +226,11 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
         layer_maps = hybrid_checkpoint_layer_maps(load.layout)
     except ValueError as error:
         raise refuse(str(error)) from error
-    own_pattern = args.hybrid_layer_pattern
-    if args.num_layers != layer_maps.num_gpt_layers or own_pattern:
+    pattern = args.hybrid_layer_pattern
+    if args.num_layers != layer_maps.num_gpt_layers or pattern:
         raise refuse(
             f'The hybrid checkpoint makes a GPT model of {layer_maps.num_gpt_layers} layers, the '
-            f'run has {args.num_layers}{f" and a pattern, {own_pattern!r}" if own_pattern else ""}: '
+            f'run has {args.num_layers}{f" and the pattern {pattern!r}" if pattern else ""}: '
             f'pass --num-layers {layer_maps.num_gpt_layers}, and no --hybrid-layer-pattern.'
         )
     load.layer_maps, load.retarget = layer_maps, retarget_sharded_state_dict_to_hybrid_checkpoint
@@ -411,18 +412,7 @@ def load_args_from_checkpoint(args, *rest, **kwargs):
     own = {name: getattr(args, name, None) for name in ('num_layers', 'spec', 'moe_layer_freq')}
     has_pattern = bool(_saved_pattern(args))
     result = upstream.load_args_from_checkpoint(args, *rest, **kwargs)
-    if not has_pattern and own['num_layers'] == _gpt_layers_of_pattern(_saved_pattern(args)):
+    if not has_pattern and is_pattern_of_gpt_layers(_saved_pattern(args), own['num_layers']):
         args.hybrid_layer_pattern, args.spec = None, own['spec']
         args.moe_layer_freq = own['moe_layer_freq']
     return result
-
-
-def _gpt_layers_of_pattern(pattern: str | None) -> int | None:
-    """Layers of the GPT model that a hybrid checkpoint of ``pattern`` can go into."""
-    try:
-        layer_maps = gpt_compatible_layer_maps(
-            (pattern or '').translate({ord('+'): '*', ord('E'): '-'})
-        )
-    except ValueError:
-        return None
-    return None if layer_maps.fresh_init else layer_maps.num_gpt_layers

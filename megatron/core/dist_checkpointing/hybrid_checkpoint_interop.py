@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     _OWN_PREFIX,
     GPTCompatLayerMaps,
     _own_name,
+    gpt_compatible_layer_maps,
 )
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -113,6 +114,16 @@ def hybrid_checkpoint_layer_maps(layout: CheckpointLayout) -> GPTCompatLayerMaps
     )
 
 
+def is_pattern_of_gpt_layers(hybrid_layer_pattern: str | None, num_layers: int | None) -> bool:
+    """Whether a hybrid model of the pattern makes a GPT model of ``num_layers`` layers."""
+    symbols = {ord('+'): '*', ord('E'): '-'}
+    try:
+        layer_maps = gpt_compatible_layer_maps((hybrid_layer_pattern or '').translate(symbols))
+    except ValueError:
+        return False
+    return not layer_maps.fresh_init and layer_maps.num_gpt_layers == num_layers
+
+
 def retarget_sharded_state_dict_to_hybrid_checkpoint(
     sharded_state_dict: ShardedStateDict, layer_maps: GPTCompatLayerMaps
 ) -> None:
@@ -196,3 +207,9 @@ def _drop_layer_axis(entry):
             # an object without axes has a placeholder
             entry.global_shape, entry.global_offset = (1,), (0,)
     return entry
+
+
+if __name__ == '__main__':
+    from megatron.core.dist_checkpointing.hybrid_checkpoint_plan import main
+
+    raise SystemExit(main())

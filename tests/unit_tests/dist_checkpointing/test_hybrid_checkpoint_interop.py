@@ -208,6 +208,26 @@ def test_every_tensor_arrives_from_its_own_layer(pattern, model, tmp_path):
     assert not wrong_tensors(tmp_path / 'hybrid', tmp_path / 'again', pattern)
 
 
+def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
+    from megatron.core.dist_checkpointing.hybrid_checkpoint_plan import main
+
+    save_hybrid(tmp_path / 'iter_0000002', '**--')
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        '  GPT layer   0  <-  attention of hybrid layer 0, dense MLP of hybrid layer 2',
+        '  GPT layer   1  <-  attention of hybrid layer 1, dense MLP of hybrid layer 3',
+        'The GPT run needs --num-layers 2.',
+        'Optimizer state: fully_reshardable',
+        'Will load, with its optimizer state.',
+    ]
+    save_hybrid(tmp_path / 'mamba', 'M*-')
+    for path, reason in [(tmp_path / 'mamba', "'M'"), (tmp_path / 'nowhere', 'no such directory')]:
+        assert main([str(path)]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+
+
 def test_a_swapped_order_of_layers_shows(tmp_path):
     save_hybrid(tmp_path / 'hybrid', '*-*-')
     swapped = dataclasses.replace(MAPS, mlp_to_gpt={1: 1, 3: 0})

@@ -228,3 +228,32 @@ def test_gpt_run(checkpoints, tmp_path):
         assert outcomes[name]['error'] is None, outcomes[name]
         assert not outcomes[name]['untouched'], name
     assert output.count("WARNING: the hybrid model computes its layers in the order '**--'") == 1
+
+
+@pytest.mark.parametrize(
+    'given, checkpoint, pattern',
+    [
+        (['--num-layers=2'], 'hybrid', None),
+        (['--num-layers=2'], 'gpt', None),
+        ([], 'gpt', None),
+        ([], 'hybrid', '*-*-'),
+        (['--num-layers=4'], 'hybrid', '*-*-'),
+        (['--num-layers=2', '--hybrid-layer-pattern=**--'], 'hybrid', '**--'),
+        ([], 'hybrid with mamba', 'M*-M*-'),
+        (['--num-layers=2'], 'hybrid with mamba', 'M*-M*-'),
+    ],
+)
+def test_arguments_from_the_checkpoint(given, checkpoint, pattern, checkpoints, monkeypatch):
+    from megatron.training.arguments import parse_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load = f'--load={checkpoints / checkpoint}'
+    own = ['--spec', 'own', 'spec', '--moe-layer-freq=[0,1]']
+    monkeypatch.setattr('sys.argv', ['run', '--ckpt-format=torch_dist', load, *own, *given])
+    args = parse_args()
+    load_args_from_checkpoint(args)
+    assert args.hybrid_layer_pattern == pattern
+    assert args.hidden_size == 32
+    if pattern is None:
+        assert args.num_layers == 2
+        assert checkpoint == 'gpt' or (args.spec, args.moe_layer_freq) == (['own', 'spec'], [0, 1])
