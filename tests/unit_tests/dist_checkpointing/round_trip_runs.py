@@ -5,12 +5,11 @@
 TASKS is a JSON list of ``{"kind", "arguments", "log"}``: runs one after the other in the processes
 of one launch. A run with ``--load DIR`` resumes from iteration 3 there and writes to ``--save``
 what ``load_checkpoint`` made of model, optimizer, scheduler and random state. ``log`` gets what the
-steps computed, or the error of a run that failed.
+steps computed.
 """
 
 import json
 import sys
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -39,10 +38,7 @@ def main() -> None:
             load = [a.partition('=')[2] for a in task['arguments'] if a.startswith('--load=')]
             for checkpoints in load:
                 write_tracker(Path(checkpoints), LAST_SAVED)
-            try:
-                run(task['kind'], task['arguments'], task['log'])
-            except (Exception, SystemExit):
-                Path(task['log']).write_text(traceback.format_exc(limit=-4))
+            run(task['kind'], task['arguments'], task['log'])
             torch.distributed.barrier()
 
 
