@@ -209,7 +209,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
 def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
     def refuse(reason: str) -> RuntimeError:
         return RuntimeError(
-            f'{reason} Or load the checkpoint with the hybrid entry point, pretrain_hybrid.py.'
+            f'{reason} The hybrid entry point, pretrain_hybrid.py, loads the checkpoint as it is.'
         )
 
     if _find_module(load.model, GPTModel) is None:
