@@ -1,13 +1,15 @@
-"""Amends upstream's ``load_checkpoint`` for GPT checkpoints that go into HybridModel runs.
+"""Amends upstream's ``load_checkpoint`` for GPT checkpoints in HybridModel runs, and the reverse.
 
-On 0.19 upstream retargets by itself; what is amended there is how a GPT checkpoint is recognised,
-and that nothing which should have been read stays random. On 0.18 the steps are added around the
-functions that ``load_checkpoint`` is made of.
+On 0.19 upstream itself points a hybrid run at a GPT checkpoint; what is amended there is how such a
+checkpoint is recognised, and that nothing which should have been read stays random. On 0.18, and
+for hybrid checkpoints in GPT runs, the steps are added around the functions that
+``load_checkpoint`` is made of.
 """
 
 import copy
 import re
 import types
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -24,6 +26,12 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
     stored_optimizer_format,
+)
+from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
+    hybrid_checkpoint_layer_maps,
+    hybrid_checkpoint_pattern,
+    is_pattern_of_gpt_layers,
+    retarget_sharded_state_dict_to_hybrid_checkpoint,
 )
 from megatron.core.dist_checkpointing.read_record import (
     DTensorLoadPlanner,
@@ -60,7 +68,11 @@ _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
 @dataclass
 class _Load:
-    """What the functions inside one ``load_checkpoint`` call know of it."""
+    """What the functions inside one ``load_checkpoint`` call know of it.
+
+    ``layer_maps`` are there when the checkpoint is of the other kind than the run; ``retarget`` is
+    then the function that points the run's state at it, or None where upstream does so.
+    """
 
     model: list
     optimizer: object
@@ -68,6 +80,7 @@ class _Load:
     content_metadata: dict | None = None
     release: bool = False
     layer_maps: GPTCompatLayerMaps | None = None
+    retarget: Callable | None = None
     load_optim: bool = False
     loaded: dict | None = field(default=None, repr=False)
 
@@ -78,7 +91,7 @@ _current_load: _Load | None = None
 def load_checkpoint(
     ddp_model, optimizer, opt_param_scheduler, load_arg='load', strict=True, *args, **kwargs
 ):
-    """Upstream's ``load_checkpoint``, which also takes a GPT checkpoint into a HybridModel run.
+    """Upstream's, which also takes a GPT checkpoint into a HybridModel run, and the reverse.
 
     Raises:
         RuntimeError: the checkpoint and the run don't go together.
@@ -92,7 +105,7 @@ def load_checkpoint(
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
-        if not _UPSTREAM_RETARGETS:
+        if _current_load.retarget is not None:
             _load_optimizer_when_finetuning(_current_load)
         return result
     finally:
@@ -100,11 +113,11 @@ def load_checkpoint(
 
 
 def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **kwargs):
-    """Upstream's, between the steps that a GPT checkpoint adds."""
+    """Upstream's, between the steps that a checkpoint of the other kind adds."""
     load = _current_load
     to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
-        to_read = _point_at_gpt_checkpoint(load, args, sharded_state_dict)
+        to_read = _point_at_checkpoint(load, args, sharded_state_dict)
     with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
@@ -132,7 +145,6 @@ def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release,
         return
     ckpt_args = state_dict.get('args') or types.SimpleNamespace()
     _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, load.model)
-    load.load_optim = load.load_optim and not release
     if load.layer_maps is not None and ckpt_type is CheckpointType.FSDP_DTENSOR:
         raise RuntimeError(
             f'{checkpoint_name}: a GPT checkpoint in fsdp_dtensor format goes into a hybrid run '
@@ -145,27 +157,27 @@ def _refuse_optimizer_formats(load: _Load, args, ckpt_args) -> None:
     sharding_type = stored_optimizer_format(load.content_metadata, ckpt_args)
     if sharding_type not in MODEL_SPACE_FORMATS:
         raise RuntimeError(
-            f'The optimizer state of the GPT checkpoint is '
-            f'{sharding_type or "that of an optimizer which is not distributed"!r}; a hybrid run '
-            f'can read {" or ".join(MODEL_SPACE_FORMATS)}. Save it again with '
+            f'The optimizer state of the checkpoint is '
+            f'{sharding_type or "that of an optimizer which is not distributed"!r}; between GPT '
+            f'and hybrid only {" or ".join(MODEL_SPACE_FORMATS)} can be read. Save it again with '
             f'--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or pass '
             f'--no-load-optim.'
         )
     if not args.use_distributed_optimizer:
         raise RuntimeError(
-            f'The optimizer state of the GPT checkpoint is {sharding_type!r}: pass '
+            f'The optimizer state of the checkpoint is {sharding_type!r}: pass '
             f'--use-distributed-optimizer to load it, or --no-load-optim.'
         )
 
 
 def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
-    """Find out whether a GPT checkpoint goes into a hybrid run.
+    """Find out whether a GPT checkpoint goes into a hybrid run, or the reverse.
 
     The keys of the checkpoint decide where they are known, the saved arguments elsewhere.
 
     Returns:
-        The layer maps, and whether optimizer state is loaded; ``(None, False)`` where the
-        checkpoint is of the run's own kind.
+        For a GPT checkpoint the layer maps, and whether optimizer state is loaded;
+        ``(None, False)`` where upstream has nothing to do.
 
     Raises:
         RuntimeError: the checkpoint can't go into the run; keys and arguments contradict.
@@ -176,10 +188,8 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     if run_is_hybrid == checkpoint_is_hybrid:
         return None, False
     if not run_is_hybrid:
-        raise RuntimeError(
-            f'The checkpoint is of a hybrid model (pattern {_saved_pattern(ckpt_args)!r}), the run '
-            f'builds another one. Load it with the hybrid entry point, pretrain_hybrid.py.'
-        )
+        _set_up_hybrid_to_gpt_load(load, args, ckpt_args)
+        return None, False
     if not args.hybrid_layer_pattern:
         raise RuntimeError(
             'The checkpoint is of a GPT model, the run builds a hybrid one: '
@@ -196,18 +206,68 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
             f'{load.layer_maps.num_gpt_layers} layers, and this one has {saved_layers}: give the '
             f'pattern as many attention and as many MLP positions.'
         )
-    has_optimizer = not getattr(ckpt_args, 'no_save_optim', False)
-    load.load_optim = has_optimizer and not args.no_load_optim
-    if load.load_optim and not load.release and load.content_metadata is not None:
-        _refuse_optimizer_formats(load, args, ckpt_args)
+    if not _UPSTREAM_RETARGETS:
+        load.retarget = retarget_sharded_state_dict_to_gpt_checkpoint
+    _set_up_optimizer(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
     if load.layout is not None and load.layout.mtp_depths and not load.layer_maps.mtp_pattern:
         print_rank_0(
             f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
             f"read: the pattern has no MTP part, such as '/*-'."
         )
-    _warn_of_other_functions(args, ckpt_args)
+    _warn_of_other_functions(args, ckpt_args, 'GPT')
     return load.layer_maps, load.load_optim
+
+
+def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
+    def refuse(reason: str) -> RuntimeError:
+        return RuntimeError(
+            f'{reason} The hybrid entry point, pretrain_hybrid.py, loads the checkpoint as it is.'
+        )
+
+    if _find_module(load.model, GPTModel) is None:
+        raise refuse(
+            f'The checkpoint is of a hybrid model (pattern {_saved_pattern(ckpt_args)!r}), the run '
+            f'builds neither that nor a GPT model.'
+        )
+    if load.layout is None or load.content_metadata is None:
+        raise refuse(
+            f'The checkpoint is of a hybrid model (pattern {_saved_pattern(ckpt_args)!r}), and '
+            f'goes into a GPT run in torch_dist format only; save it so.'
+        )
+    try:
+        layer_maps = hybrid_checkpoint_layer_maps(load.layout)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    pattern = args.hybrid_layer_pattern
+    if args.num_layers != layer_maps.num_gpt_layers or pattern:
+        raise refuse(
+            f'The hybrid checkpoint makes a GPT model of {layer_maps.num_gpt_layers} layers, the '
+            f'run has {args.num_layers}{f" and the pattern {pattern!r}" if pattern else ""}: '
+            f'pass --num-layers {layer_maps.num_gpt_layers}, and no --hybrid-layer-pattern.'
+        )
+    load.layer_maps, load.retarget = layer_maps, retarget_sharded_state_dict_to_hybrid_checkpoint
+    _set_up_optimizer(load, args, ckpt_args)
+    print_rank_0(
+        f'> hybrid checkpoint into a GPT model: its attention and MLP layers feed '
+        f'{layer_maps.num_gpt_layers} GPT layers; optimizer state '
+        f'{"is loaded" if load.load_optim else "starts fresh"}.'
+    )
+    pairs = zip(layer_maps.attention_to_gpt, layer_maps.mlp_to_gpt, strict=True)
+    if any(mlp != attention + 1 for attention, mlp in pairs):
+        print_rank_0(
+            f'> WARNING: the hybrid model computes its layers in the order '
+            f'{hybrid_checkpoint_pattern(load.layout)!r}, a GPT model each MLP after its '
+            f'attention: the same weights will compute something else.'
+        )
+    _warn_of_other_functions(args, ckpt_args, 'hybrid')
+
+
+def _set_up_optimizer(load: _Load, args, ckpt_args) -> None:
+    has_optimizer = not getattr(ckpt_args, 'no_save_optim', False)
+    load.load_optim = has_optimizer and not args.no_load_optim and not load.release
+    if load.load_optim and load.content_metadata is not None:
+        _refuse_optimizer_formats(load, args, ckpt_args)
 
 
 def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
@@ -223,7 +283,7 @@ def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
         )
 
 
-def _warn_of_other_functions(args, ckpt_args) -> None:
+def _warn_of_other_functions(args, ckpt_args, source: str) -> None:
     # These have no weights: a difference changes what the same weights compute.
     for name in _WEIGHTLESS:
         if not hasattr(args, name) or not hasattr(ckpt_args, name):
@@ -231,8 +291,8 @@ def _warn_of_other_functions(args, ckpt_args) -> None:
         own, saved = getattr(args, name), getattr(ckpt_args, name)
         if own != saved:
             print_rank_0(
-                f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the GPT run: the '
-                f'same weights will compute something else.'
+                f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the {source} run: '
+                f'the same weights will compute something else.'
             )
 
 
@@ -256,23 +316,23 @@ def _saved_pattern(ckpt_args) -> str | None:
     )
 
 
-def _point_at_gpt_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
-    """Make ``sharded_state_dict`` read the GPT checkpoint; returns what has to be read then."""
+def _point_at_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
+    """Make ``sharded_state_dict`` read the checkpoint; returns what has to be read then."""
     parts = {
         key: part
         for key, part in sharded_state_dict.items()
         if _MODEL_RE.fullmatch(key) or (load.load_optim and _OPTIMIZER_RE.fullmatch(key))
     }
-    if not _UPSTREAM_RETARGETS:
+    if load.retarget is not None:
         for part in parts.values():
-            retarget_sharded_state_dict_to_gpt_checkpoint(part, load.layer_maps)
+            load.retarget(part, load.layer_maps)
     to_read = {}
     if load.layout is not None:
         to_read = check_sources(parts, load.layout, bool(load.layer_maps.mtp_pattern))
     wants_optimizer = not args.no_load_optim and not args.finetune
     if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
         raise RuntimeError(
-            'The GPT checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
+            'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
         )
     return to_read
 
@@ -312,7 +372,7 @@ def _strict_loader(load: _Load, module):
 
 
 def _load_optimizer_when_finetuning(load: _Load) -> None:
-    # 0.18 leaves the optimizer alone under --finetune; 0.19 loads a GPT checkpoint's.
+    # Upstream leaves the optimizer alone then, but for 0.19 and a GPT checkpoint.
     if load.load_optim and load.loaded is not None and get_args().finetune:
         load.optimizer.load_state_dict(load.loaded['optimizer'])
 
@@ -343,18 +403,32 @@ def _find_module(chunks: list, kind) -> torch.nn.Module | None:
     return None
 
 
-if not _UPSTREAM_RETARGETS:
+def generate_state_dict(args, model, optimizer, *rest, **kwargs):
+    """Upstream's, with the optimizer also under ``--finetune`` from the other kind of model."""
+    load = _current_load
+    if load is not None and load.retarget is not None and load.load_optim and optimizer is None:
+        optimizer = load.optimizer
+    return upstream.generate_state_dict(args, model, optimizer, *rest, **kwargs)
 
-    def generate_state_dict(args, model, optimizer, *rest, **kwargs):
-        """Upstream's, with the optimizer also under ``--finetune`` from a GPT checkpoint."""
-        load = _current_load
-        if load is not None and load.load_optim and optimizer is None:
-            optimizer = load.optimizer
-        return upstream.generate_state_dict(args, model, optimizer, *rest, **kwargs)
 
-    def check_checkpoint_args(checkpoint_args):
-        """Upstream's, but for the number of layers when GPT layers go into hybrid ones."""
-        if _current_load is not None and _current_load.layer_maps is not None:
-            checkpoint_args = copy.copy(checkpoint_args)
-            checkpoint_args.num_layers = get_args().num_layers
-        return upstream.check_checkpoint_args(checkpoint_args)
+def check_checkpoint_args(checkpoint_args, *args, **kwargs):
+    """Upstream's, but for the number of layers, which GPT and hybrid models count differently."""
+    if _current_load is not None and _current_load.layer_maps is not None:
+        checkpoint_args = copy.copy(checkpoint_args)
+        checkpoint_args.num_layers = get_args().num_layers
+    return upstream.check_checkpoint_args(checkpoint_args, *args, **kwargs)
+
+
+def load_args_from_checkpoint(args, *rest, **kwargs):
+    """Upstream's; a GPT run stays one when it takes the arguments of a hybrid checkpoint.
+
+    What shows a GPT run, where no model is built yet: it gives as many layers as the checkpoint's
+    pattern has attention layers, and gives no pattern.
+    """
+    own = {name: getattr(args, name, None) for name in ('num_layers', 'spec', 'moe_layer_freq')}
+    has_pattern = bool(_saved_pattern(args))
+    result = upstream.load_args_from_checkpoint(args, *rest, **kwargs)
+    if not has_pattern and is_pattern_of_gpt_layers(_saved_pattern(args), own['num_layers']):
+        args.hybrid_layer_pattern, args.spec = None, own['spec']
+        args.moe_layer_freq = own['moe_layer_freq']
+    return result

@@ -1,10 +1,11 @@
 """Whole tensors of a ``torch_dist`` checkpoint, whatever the layout it was saved from."""
 
 import re
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 _LAYER_RE = re.compile(r'decoder\.layers\.(\d+)\.')
 _MTP_LAYER_RE = re.compile(r'mtp_model_layer\.layers\.(\d+)\.')
@@ -20,6 +21,16 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
     }
     load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
     return tensors
+
+
+def read_objects(path: str) -> dict[str, Any]:
+    """Everything of the checkpoint that isn't a tensor, by key."""
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    objects = {
+        key: None for key, entry in metadata.items() if isinstance(entry, BytesStorageMetadata)
+    }
+    load(objects, storage_reader=FileSystemReader(path), no_dist=True)
+    return objects
 
 
 def gpt_source(tensors: dict, hybrid_key: str, pattern: str) -> torch.Tensor | None:

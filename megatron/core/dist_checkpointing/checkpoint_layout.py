@@ -173,10 +173,11 @@ def check_sources(
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
     *unread, complete = agreed.tolist()
     if missing:
+        layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
         raise CheckpointingException(
             f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check --hybrid-layer-pattern, the tied or untied '
-            f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+            f'({len(missing)} such keys). Check {layers}, the tied or untied embeddings '
+            f'and the MLP kind, or pass --no-load-optim if it is optimizer state.'
         )
     if not complete:
         raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
@@ -184,8 +185,8 @@ def check_sources(
     if left_out:
         raise CheckpointingException(
             f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
-            f"({len(left_out)} such keys). Give the run the GPT run's arguments, such as "
-            f'--untie-embeddings-and-output-weights or --position-embedding-type.'
+            f'({len(left_out)} such keys). Give the run the arguments of the one that saved '
+            f'it, such as --untie-embeddings-and-output-weights or --position-embedding-type.'
         )
     return {
         (entry.key, tuple(entry.global_offset)): _stored_elements(entry, layout.sizes[entry.key])

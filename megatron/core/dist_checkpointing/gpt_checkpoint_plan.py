@@ -101,6 +101,11 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
         yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
     elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
+    yield from describe_optimizer(directory, layout)
+
+
+def describe_optimizer(directory: str, layout: CheckpointLayout):
+    """Lines of the report that say what happens to the optimizer state."""
     sharding_type = optimizer_format(directory, layout)
     yield f'Optimizer state: {sharding_type or "none"}'
     if sharding_type is None:

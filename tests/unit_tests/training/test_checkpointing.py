@@ -11,6 +11,7 @@ from tests.cpu_megatron.torchrun import torchrun
 
 DISTRIBUTED = ['--ckpt-format=torch_dist', '--use-distributed-optimizer']
 RESHARDABLE = [*DISTRIBUTED, '--dist-ckpt-optim-fully-reshardable']
+TRACKER = 'latest_checkpointed_iteration.txt'
 SHORT = ['--exit-interval=1', '--save-interval=1']
 
 CHECKPOINTS = {
@@ -21,6 +22,18 @@ CHECKPOINTS = {
     'gpt without optimizer': ['gpt', *RESHARDABLE, '--no-save-optim'],
     'gpt, optimizer not distributed': ['gpt', '--ckpt-format=torch_dist'],
     'hybrid': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*-'],
+    'hybrid in another order': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=**--'],
+    'hybrid with mamba': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=M*-M*-'],
+    'hybrid of unequal counts': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*'],
+    'hybrid of 3 pairs': ['hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*-*-'],
+    'hybrid untied': [
+        *('hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*-'),
+        '--untie-embeddings-and-output-weights',
+    ],
+    'hybrid in buckets': ['hybrid', *DISTRIBUTED, '--hybrid-layer-pattern=*-*-'],
+    'hybrid without optimizer': [
+        *('hybrid', *RESHARDABLE, '--hybrid-layer-pattern=*-*-', '--no-save-optim'),
+    ],
 }
 WITH_OTHER_ARGUMENTS = {
     'hybrid without a pattern': ({'hybrid_layer_pattern': None}, CHECKPOINTS['hybrid']),
@@ -42,8 +55,19 @@ INCOMPLETE = {
 @pytest.fixture(scope='module')
 def checkpoints(tmp_path_factory):
     root = tmp_path_factory.mktemp('checkpoints')
-    for name, arguments in CHECKPOINTS.items():
-        torchrun(1, 'tests.cpu_megatron.pretrain', *arguments, *SHORT, '--save', str(root / name))
+    tasks = [
+        {
+            'name': name,
+            'kind': kind,
+            'arguments': [*arguments, *SHORT, '--save', str(root / name)],
+            'result': str(root / f'{name}.result'),
+        }
+        for name, (kind, *arguments) in CHECKPOINTS.items()
+    ]
+    (root / 'tasks').write_text(json.dumps(tasks))
+    torchrun(1, 'tests.unit_tests.optimizer.resume_runs', str(root / 'tasks'))
+    unfinished = [name for name in CHECKPOINTS if not (root / name / TRACKER).is_file()]
+    assert not unfinished
     for name, (changes, arguments) in WITH_OTHER_ARGUMENTS.items():
         torchrun(
             1,
@@ -72,14 +96,14 @@ def drop_last_layer(file, key):
 def attempt(cases, checkpoints, tmp_path, *arguments, nproc=1):
     for settings in cases.values():
         settings['load'] = str(checkpoints / settings['load'])
-    torchrun(
+    run = torchrun(
         nproc,
         'tests.unit_tests.training.refusals',
         f'{tmp_path}/out.json',
         json.dumps(cases),
         *arguments,
     )
-    return json.loads((tmp_path / 'out.json').read_text())
+    return json.loads((tmp_path / 'out.json').read_text()), run.stdout
 
 
 # name of the attempt -> (arguments that differ, what the message has to say)
@@ -132,7 +156,7 @@ LOADS = {
 def test_hybrid_run(checkpoints, tmp_path):
     refused = {name: dict(settings) for name, (settings, _) in HYBRID_RUN.items()}
     loads = {name: dict(settings) for name, settings in LOADS.items()}
-    outcomes = attempt(
+    outcomes, _ = attempt(
         refused | loads,
         checkpoints,
         tmp_path,
@@ -174,20 +198,105 @@ def test_what_was_not_read_is_an_error(nproc, arguments, checkpoints, tmp_path):
         ), outcome
 
 
+GPT_RUN = {
+    'fresh-only layers': (
+        {'load': 'hybrid with mamba'},
+        r"RuntimeError: .*'M\*-M\*-'.*layer 0, 'M' \(2 such layers\)",
+    ),
+    'unequal counts': (
+        {'load': 'hybrid of unequal counts'},
+        r"RuntimeError: .*'\*-\*'.*2 attention and 1 MLP",
+    ),
+    'other number of layers': (
+        {'load': 'hybrid of 3 pairs'},
+        'RuntimeError: .*of 3 layers.*run has 2.*pass --num-layers 3',
+    ),
+    'run with a pattern': (
+        {'load': 'hybrid', 'hybrid_layer_pattern': '*-*-'},
+        'RuntimeError: .*no --hybrid-layer-pattern',
+    ),
+}
+# name of the attempt -> (arguments that differ, what the message has to say)
+GPT_RUN_WITH_OTHER_WAYS_OUT = {
+    'state in buckets': (
+        {'load': 'hybrid in buckets'},
+        "RuntimeError: .*'dp_reshardable'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim",
+    ),
+    'run without distributed optimizer': (
+        {'load': 'hybrid', 'use_distributed_optimizer': False},
+        'RuntimeError: .*--use-distributed-optimizer',
+    ),
+    'no optimizer': (
+        {'load': 'hybrid without optimizer'},
+        'RuntimeError: .*no optimizer state.*--no-load-optim',
+    ),
+    'untied': (
+        {'load': 'hybrid untied'},
+        'CheckpointingException: output_layer.weight: .*--untie-embeddings',
+    ),
+}
+GPT_RUN_LOADS = {
+    'gpt': {'load': 'gpt'},
+    'hybrid in buckets, weights only': {'load': 'hybrid in buckets', 'no_load_optim': True},
+    'hybrid without optimizer, weights only': {
+        'load': 'hybrid without optimizer',
+        'no_load_optim': True,
+    },
+    'hybrid': {'load': 'hybrid'},
+    'hybrid, finetune': {'load': 'hybrid', 'finetune': True},
+    'hybrid in another order': {'load': 'hybrid in another order'},
+    'hybrid without a pattern': {'load': 'hybrid without a pattern'},
+    'hybrid with the old name': {'load': 'hybrid with the old name'},
+}
+
+
 def test_gpt_run(checkpoints, tmp_path):
-    message = 'RuntimeError: .*hybrid.*pretrain_hybrid.py'
-    outcomes = attempt(
-        {
-            'gpt': {'load': 'gpt'},
-            'hybrid': {'load': 'hybrid'},
-            'hybrid without a pattern': {'load': 'hybrid without a pattern'},
-        },
+    refused = GPT_RUN | GPT_RUN_WITH_OTHER_WAYS_OUT
+    outcomes, output = attempt(
+        {name: dict(settings) for name, (settings, _) in refused.items()}
+        | {name: dict(settings) for name, settings in GPT_RUN_LOADS.items()},
         checkpoints,
         tmp_path,
         'gpt',
         *RESHARDABLE,
         '--seed=99',
     )
-    assert outcomes['gpt'] == {'error': None, 'untouched': False}
-    assert re.match(message, outcomes['hybrid']['error'])
-    assert re.match(message, outcomes['hybrid without a pattern']['error'])
+    for name, (_, message) in refused.items():
+        error = outcomes[name]['error']
+        assert error and re.match(message, error), outcomes[name]
+        assert '\n' not in error, name
+        assert ('pretrain_hybrid.py' in error) == (name in GPT_RUN), name
+        assert outcomes[name]['untouched'], name
+    for name in GPT_RUN_LOADS:
+        assert outcomes[name]['error'] is None, outcomes[name]
+        assert not outcomes[name]['untouched'], name
+    assert output.count("WARNING: the hybrid model computes its layers in the order '**--'") == 1
+
+
+@pytest.mark.parametrize(
+    'given, checkpoint, pattern',
+    [
+        (['--num-layers=2'], 'hybrid', None),
+        (['--num-layers=2'], 'gpt', None),
+        ([], 'gpt', None),
+        ([], 'hybrid', '*-*-'),
+        (['--num-layers=4'], 'hybrid', '*-*-'),
+        (['--num-layers=2', '--hybrid-layer-pattern=**--'], 'hybrid', '**--'),
+        ([], 'hybrid with mamba', 'M*-M*-'),
+        (['--num-layers=2'], 'hybrid with mamba', 'M*-M*-'),
+    ],
+)
+def test_arguments_from_the_checkpoint(given, checkpoint, pattern, checkpoints, monkeypatch):
+    from megatron.training.arguments import parse_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    load = f'--load={checkpoints / checkpoint}'
+    own = ['--spec', 'own', 'spec', '--moe-layer-freq=[0,1]']
+    monkeypatch.setattr('sys.argv', ['run', '--ckpt-format=torch_dist', load, *own, *given])
+    args = parse_args()
+    load_args_from_checkpoint(args)
+    assert args.hybrid_layer_pattern == pattern
+    assert args.hidden_size == 32
+    if pattern is None:
+        assert args.num_layers == 2
+        assert checkpoint == 'gpt' or (args.spec, args.moe_layer_freq) == (['own', 'spec'], [0, 1])

@@ -1,0 +1,215 @@
+"""Loads hybrid distributed checkpoints into GPTModel runs, without converting them.
+
+The way back of :mod:`gpt_checkpoint_interop`: where every layer of the hybrid model is an attention
+or an MLP, as many of one as of the other, a GPT model holds the same weights. The GPT run's sharded
+state dict, or its optimizer's in a model-space format, is pointed at the hybrid checkpoint's keys.
+"""
+
+import re
+
+from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    _DECODER_LAYER_KEY_RE,
+    _GPT_FINAL_NORM_KEY_MAP,
+    _OWN_PREFIX,
+    GPTCompatLayerMaps,
+    _own_name,
+    gpt_compatible_layer_maps,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+# The start of a layer's own key -> the symbol of a layer that has such a key; the first one counts.
+_SYMBOL_BY_PART = {
+    'mixer.': 'M',
+    'self_attention.core_attention.indexer.': 'D',
+    'self_attention.A_log': 'G',
+    'self_attention.linear_kv_up_proj.': '+',
+    'self_attention.linear_qkv.': '*',
+}
+_SYMBOL_BY_MLP_KIND = {DENSE: '-', MOE: 'E'}
+_ATTENTION_SYMBOLS, _MLP_SYMBOLS = '*+', '-E'
+
+_GPT_LAYER_KEY_RE = re.compile(
+    rf'(?P<before>{_OWN_PREFIX}decoder\.layers\.)(?:(?P<index>\d+)\.)?(?P<part>.+)'
+)
+_ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
+_MLP_PARTS = ('pre_mlp_layernorm.', 'mlp.')
+
+
+def hybrid_checkpoint_pattern(layout: CheckpointLayout) -> str:
+    """Pattern of the hybrid model behind a checkpoint, as its keys tell.
+
+    Returns:
+        one symbol a layer, without separators; ``?`` for a layer of no known kind.
+    """
+    parts: dict[int, set[str]] = {}
+    for key in layout.keys:
+        layer = _DECODER_LAYER_KEY_RE.match(key)
+        if layer is not None:
+            parts.setdefault(int(layer.group(1)), set()).add(key[layer.end() :])
+    return ''.join(
+        _symbol(parts.get(layer, set()), layout.mlp_kinds.get(layer))
+        for layer in range(layout.num_layers)
+    )
+
+
+def _symbol(parts: set[str], mlp_kind: str | None) -> str:
+    symbols = [
+        symbol
+        for start, symbol in _SYMBOL_BY_PART.items()
+        if any(part.startswith(start) for part in parts)
+    ]
+    if mlp_kind is None:
+        return symbols[0] if symbols else '?'
+    return '?' if symbols else _SYMBOL_BY_MLP_KIND[mlp_kind]
+
+
+def hybrid_checkpoint_layer_maps(layout: CheckpointLayout) -> GPTCompatLayerMaps:
+    """Pair the layers of a hybrid checkpoint with those of a GPT model.
+
+    Args:
+        layout: of the hybrid checkpoint, with its keys as ``torch_dist`` has them.
+
+    Returns:
+        the maps that ``gpt_compatible_layer_maps`` makes of the same pattern.
+
+    Raises:
+        ValueError: the hybrid model has an MTP part, layers that a GPT model doesn't have, or
+            unequal or zero numbers of attention and MLP layers.
+    """
+    pattern = hybrid_checkpoint_pattern(layout)
+
+    def refuse(reason: str) -> ValueError:
+        return ValueError(
+            f'The hybrid checkpoint, of layers {pattern!r}, can not go into a GPT model: {reason}.'
+        )
+
+    for index, symbol in enumerate(pattern):
+        if symbol not in _ATTENTION_SYMBOLS + _MLP_SYMBOLS:
+            raise refuse(
+                f'nothing in a GPT layer takes its layer {index}, {symbol!r} '
+                f'({pattern.count(symbol)} such layers)'
+            )
+    if layout.mtp_depths:
+        raise refuse(f'its MTP part ({layout.mtp_depths} depths) has no place there')
+    attention = [index for index, symbol in enumerate(pattern) if symbol in _ATTENTION_SYMBOLS]
+    mlp = [index for index, symbol in enumerate(pattern) if symbol in _MLP_SYMBOLS]
+    if not attention or len(attention) != len(mlp):
+        raise refuse(
+            f'a GPT layer has one attention and one MLP, but the checkpoint has {len(attention)} '
+            f'attention and {len(mlp)} MLP layers'
+        )
+    return GPTCompatLayerMaps(
+        attention_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(attention)},
+        mlp_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(mlp)},
+        fresh_init=frozenset(),
+        num_gpt_layers=len(attention),
+    )
+
+
+def is_pattern_of_gpt_layers(hybrid_layer_pattern: str | None, num_layers: int | None) -> bool:
+    """Whether a hybrid model of the pattern makes a GPT model of ``num_layers`` layers."""
+    symbols = {ord('+'): '*', ord('E'): '-'}
+    try:
+        layer_maps = gpt_compatible_layer_maps((hybrid_layer_pattern or '').translate(symbols))
+    except ValueError:
+        return False
+    return not layer_maps.fresh_init and layer_maps.num_gpt_layers == num_layers
+
+
+def retarget_sharded_state_dict_to_hybrid_checkpoint(
+    sharded_state_dict: ShardedStateDict, layer_maps: GPTCompatLayerMaps
+) -> None:
+    """Point a GPTModel's or its optimizer's sharded state dict at a hybrid checkpoint, in place.
+
+    Keys and sharding axes of the entries change; the nesting and the state dict's own names, which
+    ``load_state_dict`` goes by, stay. Layers can stand as the leading axis or in the key.
+
+    Args:
+        sharded_state_dict: of one model chunk, or of an optimizer in a model-space format.
+        layer_maps: of the hybrid checkpoint.
+
+    Raises:
+        ValueError: an entry belongs to a layer, or to a part of one, that the checkpoint's layers
+            don't have.
+    """
+    attention = {gpt: hybrid for hybrid, gpt in layer_maps.attention_to_gpt.items()}
+    mlp = {gpt: hybrid for hybrid, gpt in layer_maps.mlp_to_gpt.items()}
+
+    def retarget(entry):
+        if not isinstance(entry, ShardedBase):
+            return entry
+        layer = _GPT_LAYER_KEY_RE.fullmatch(entry.key)
+        if layer is None:
+            entry.key = _rename_final_norm(entry.key)
+            return entry
+        if layer['part'].startswith(_ATTENTION_PARTS):
+            hybrid_layers = attention
+        elif layer['part'].startswith(_MLP_PARTS):
+            hybrid_layers = mlp
+        else:
+            raise ValueError(
+                f'State dict entry {entry.key!r} belongs neither to the attention nor to the MLP '
+                f'of its layer, and hybrid layers have nothing else.'
+            )
+        on_axis = layer['index'] is None
+        gpt_layer = _layer_on_axis(entry) if on_axis else int(layer['index'])
+        if gpt_layer not in hybrid_layers:
+            raise ValueError(
+                f'State dict entry {entry.key!r} belongs to GPT layer {gpt_layer}, and the hybrid '
+                f'checkpoint has {len(hybrid_layers)}.'
+            )
+        entry.key = f'{layer["before"]}{hybrid_layers[gpt_layer]}.{layer["part"]}'
+        return _drop_layer_axis(entry) if on_axis else entry
+
+    dict_list_map_inplace(retarget, sharded_state_dict)
+
+
+def _rename_final_norm(key: str) -> str:
+    name = _own_name(key)
+    for hybrid, gpt in _GPT_FINAL_NORM_KEY_MAP.items():
+        if name.startswith(gpt):
+            return key.removesuffix(name) + hybrid + name.removeprefix(gpt)
+    return key
+
+
+def _layer_on_axis(entry: ShardedBase) -> int:
+    if isinstance(entry, ShardedTensorFactory):
+        parts = nested_values({'built': entry.build()})
+        return _layer_on_axis(next(part for part in parts if isinstance(part, ShardedBase)))
+    return entry.global_offset[0]
+
+
+def _drop_layer_axis(entry):
+    """Undo ``_prepend_gpt_layer_axis``; what a factory builds gets the same. In place."""
+    if isinstance(entry, ShardedTensorFactory):
+        build_with_layer_axis = entry.build_fn
+
+        def build(key, data, replica_id, flattened_range):
+            built = build_with_layer_axis(key, data, replica_id, flattened_range)
+            return dict_list_map_inplace(_drop_layer_axis, built)
+
+        entry.build_fn = build
+    elif isinstance(entry, (ShardedTensor, ShardedObject)):
+        entry.global_shape = entry.global_shape[1:]
+        entry.global_offset = entry.global_offset[1:]
+        if isinstance(entry, ShardedTensor):
+            entry.axis_fragmentations = entry.axis_fragmentations[1:]
+            entry.prepend_axis_num -= 1
+        elif not entry.global_shape:
+            # an object without axes has a placeholder
+            entry.global_shape, entry.global_offset = (1,), (0,)
+    return entry
+
+
+if __name__ == '__main__':
+    from megatron.core.dist_checkpointing.hybrid_checkpoint_plan import main
+
+    raise SystemExit(main())
