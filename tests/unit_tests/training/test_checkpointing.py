@@ -179,7 +179,7 @@ def test_hybrid_run(checkpoints, tmp_path):
 # DCP reads the chunks that there are, and says nothing.
 @pytest.mark.parametrize('nproc, arguments', [(1, []), (2, ['--ckpt-fully-parallel-load'])])
 def test_what_was_not_read_is_an_error(nproc, arguments, checkpoints, tmp_path):
-    outcomes = attempt(
+    outcomes, _ = attempt(
         {'complete': {'load': 'gpt'}} | {name: {'load': name} for name in INCOMPLETE},
         checkpoints,
         tmp_path,
