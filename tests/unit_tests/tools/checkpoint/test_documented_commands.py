@@ -27,9 +27,11 @@ RUN_ELSEWHERE = {
     'pip install .': 'tests/unit_tests/overlay/conftest.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.optimizer.facts': 'tests/unit_tests/optimizer/test_facts.py',
-    'python docs/draw_schedules.py': 'tests/unit_tests/tools/checkpoint/test_weighted_merge.py',
+    'python -m pytest tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py': (
+        'tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py'
+    ),
 }
-# Those that take minutes, or change what is installed: their options are looked up.
+# Those that take minutes or change a document: their options are looked up.
 LOOKED_UP = ('benchmarks/', 'docs/')
 
 
