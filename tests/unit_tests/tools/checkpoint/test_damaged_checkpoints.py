@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.gpt_checkpoint_plan import main as dry_run
+from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.unit_tests.tools.checkpoint.damage import (
@@ -163,7 +163,7 @@ def test_dry_run_of_a_load_with_odd_metadata(lab, data):
     output = io.StringIO()
     try:
         with contextlib.redirect_stdout(output), guarded():
-            assert dry_run([str(lab.paths[1]), '*-*-']) in (0, 1)
+            assert report(str(lab.paths[1]), '*-*-') in (0, 1)
     finally:
         damaged.write_bytes(lab.files['.metadata'])
     assert output.getvalue()

@@ -61,6 +61,8 @@ class Lab:
             assert same(dict(found['model']), dict(damaged[f'model{chunk}'])) == []
         back = torch.load(self.back / ITERATION / 'mp_rank_00_001' / FILE)
         back.pop('pipeline_stage_states')
+        if damaged['optimizer'] is None:  # as good as none
+            del damaged['optimizer']
         assert same(back, damaged) == []
 
 

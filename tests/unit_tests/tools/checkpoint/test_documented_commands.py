@@ -27,9 +27,17 @@ RUN_ELSEWHERE = {
     'pip install .': 'tests/unit_tests/overlay/conftest.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.optimizer.facts': 'tests/unit_tests/optimizer/test_facts.py',
-    'python docs/draw_schedules.py': 'tests/unit_tests/tools/checkpoint/test_weighted_merge.py',
+    'python -m pytest tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py': (
+        'tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py'
+    ),
 }
-# Those that take minutes, or change what is installed: their options are looked up.
+# What `python -m` of a module hands its arguments to.
+COMMAND_OF = {
+    'distrib_optimizer': 'megatron.core.optimizer.checkpoint_command',
+    'gpt_checkpoint_interop': 'tools.checkpoint.gpt_into_hybrid',
+    'hybrid_checkpoint_interop': 'megatron.core.dist_checkpointing.hybrid_checkpoint_plan',
+}
+# Those that take minutes or change a document: their options are looked up.
 LOOKED_UP = ('benchmarks/', 'docs/')
 
 
@@ -37,16 +45,8 @@ LOOKED_UP = ('benchmarks/', 'docs/')
 def places(vpp, tmp_path_factory):
     """What stands for the paths of the documents, outputs apart."""
     root = tmp_path_factory.mktemp('documents')
-    arguments = ['--train-iters', '12', '--save-interval', '4', '--num-layers', '4']
-    torchrun(
-        1,
-        'tests.cpu_megatron.pretrain',
-        'gpt',
-        *arguments,
-        *('--save', str(root / 'gpt'), '--ckpt-format', 'torch_dist'),
-        *('--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable'),
-        env={'CPU_MEGATRON_OPTIMIZER': 'fused_adam'},
-    )
+    train('gpt', root / 'gpt', '--train-iters 12 --save-interval 4 --num-layers 4')
+    train('hybrid', root / 'hybrid', '--train-iters 3 --hybrid-layer-pattern *-*-')
     stages, edge, cloud = root / 'stages', root / 'edge', root / 'cloud'
     for words in (
         f'reshape --load-dir {vpp} --save-dir {stages} --pipeline-size 4 --virtual-size 1',
@@ -56,6 +56,7 @@ def places(vpp, tmp_path_factory):
         assert convert_ckpt_pp_vpp.main(words.split()) == 0
     runs = ('/ckpt/gpt', '/ckpt/run', 'ROOT', 'runs/a', 'PATH', 'CHECKPOINT', 'A', 'B')
     return {run: root / 'gpt' for run in runs} | {
+        '/ckpt/hybrid': root / 'hybrid',
         'D': stages,
         'TP1': stages,
         'TP8': stages,
@@ -63,6 +64,18 @@ def places(vpp, tmp_path_factory):
         'E': edge,
         'C': cloud,
     }
+
+
+def train(kind, directory, arguments):
+    torchrun(
+        1,
+        'tests.cpu_megatron.pretrain',
+        kind,
+        *arguments.split(),
+        *('--save', str(directory), '--ckpt-format', 'torch_dist'),
+        *('--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable'),
+        env={'CPU_MEGATRON_OPTIMIZER': 'fused_adam'},
+    )
 
 
 OUTPUTS = ('OUT', 'MERGED', 'merged', '/ckpt/merged', 'DIR')
@@ -126,13 +139,10 @@ def run(module, words, places, tmp_path):
     places = dict(places) | outputs(tmp_path)
     if words[:1] == ['merge']:  # there E and C are outputs
         places |= {name: tmp_path / name for name in 'EC'}
-    arguments = filled_in(words, places)
+    arguments = [word.strip('[]') for word in filled_in(words, places)]  # optional ones, too
     if arguments[:1] == ['split'] and '--load-dir' in arguments:
         arguments[arguments.index('--load-dir') + 1] = str(places['chunks'])
-    if module.endswith('optimizer.distrib_optimizer'):
-        module = 'megatron.core.optimizer.resume_report'
-    elif module.endswith('gpt_checkpoint_interop'):
-        module = 'megatron.core.dist_checkpointing.gpt_checkpoint_plan'
+    module = COMMAND_OF.get(module.rpartition('.')[2], module)
     assert importlib.import_module(module).main(arguments) == 0
 
 
