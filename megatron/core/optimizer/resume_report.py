@@ -80,7 +80,8 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
     Raises:
         CheckpointingException: the optimizers' settings can't be read.
     """
-    settings = _stored_objects(directory, metadata, _SETTINGS)
+    # With offloading the optimizers' classes, of anyone's make, stand among their settings.
+    settings = _stored_objects(directory, metadata, _SETTINGS, unread=re.compile(''))
     args = common.get('args')
     offloading = getattr(args, 'optimizer_cpu_offload', False)
     return ResumeReport(
@@ -144,7 +145,9 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
     return state
 
 
-def _stored_objects(directory: Path, metadata: Metadata, key: re.Pattern) -> list[Any]:
+def _stored_objects(
+    directory: Path, metadata: Metadata, key: re.Pattern, unread: re.Pattern = _OPTIMIZER_CLASS
+) -> list[Any]:
     """The objects whose key begins as given, each read at its place in its file."""
     objects = []
     for index, place in metadata.storage_data.items():
@@ -156,23 +159,20 @@ def _stored_objects(directory: Path, metadata: Metadata, key: re.Pattern) -> lis
                     content = file.read(place.length)
             except OSError as error:
                 raise CheckpointingException(f'{path}: can not be read ({error})') from error
-            value = _load(io.BytesIO(content), f'{path}: {index.fqn}')
+            value = _load(io.BytesIO(content), f'{path}: {index.fqn}', unread)
             objects.append(value[0] if isinstance(value, list) else value)
     return objects
 
 
 class _Unread:
-    """Stands for an optimizer class, which this program has no use for."""
+    """Stands for a class that this program has no use for, and does nothing."""
 
     def __init__(self, *args, **kwargs):
         pass
 
 
-def _load(source: Path | io.BytesIO, name: str) -> Any:
-    """What ``torch.save`` wrote, running nothing from it; optimizers become :class:`_Unread`.
-
-    megatron-core stores the classes of the offloaded optimizers among their settings.
-    """
+def _load(source: Path | io.BytesIO, name: str, unread: re.Pattern = _OPTIMIZER_CLASS) -> Any:
+    """What ``torch.save`` wrote, running nothing; classes in ``unread`` become :class:`_Unread`."""
     try:
         stored = torch.serialization.get_unsafe_globals_in_checkpoint(
             source if isinstance(source, io.BytesIO) else str(source)
@@ -181,8 +181,9 @@ def _load(source: Path | io.BytesIO, name: str) -> Any:
         stored = []  # no file that torch.save wrote, as loading it will say
     if isinstance(source, io.BytesIO):
         source.seek(0)
-    optimizers = [(_Unread, name) for name in stored if _OPTIMIZER_CLASS.match(name)]
-    with torch.serialization.safe_globals(optimizers):
+    with torch.serialization.safe_globals(
+        [(_Unread, name) for name in stored if unread.match(name)]
+    ):
         return load_torch(
             source,
             name=name,

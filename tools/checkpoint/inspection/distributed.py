@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_metadata,
@@ -16,11 +15,11 @@ from megatron.core.optimizer.resume_report import (
     resume_report,
 )
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..common.errors import CheckpointError
 from ..common.paths import parse_iteration_dirname
-from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from ..common.safe_load import load_dcp_metadata
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import COMMON_FILE, COMMON_KEY, MODEL_KEY, TRAINING_KEY, check_file
 from . import uses
@@ -37,7 +36,6 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
             run
     """
     metadata = load_dcp_metadata(directory)
-    _check_entries(directory, metadata)
     if format_ == DCP:
         format_ = dcp_format(directory, metadata)
     _check_files(directory, metadata)
@@ -87,31 +85,6 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
             uses.resume(format_, layout, report),
         ],
     )
-
-
-def _check_entries(directory: Path, metadata: Metadata) -> None:
-    """What isn't as DCP writes it would fail further on, without a word that helps."""
-    where = directory / METADATA_NAME
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata) and isinstance(key, str):
-            continue
-        size = getattr(entry, 'size', None)
-        dtype = getattr(getattr(entry, 'properties', None), 'dtype', None)
-        if (
-            not isinstance(key, str)
-            or not isinstance(entry, TensorStorageMetadata)
-            or not isinstance(size, torch.Size)
-            or not isinstance(dtype, torch.dtype)
-        ):
-            raise CheckpointError(f'{where}: {key}: not the description of a tensor; damaged')
-    for index, info in metadata.storage_data.items():
-        numbers = (getattr(info, 'offset', None), getattr(info, 'length', None))
-        if not isinstance(getattr(info, 'relative_path', None), str) or not all(
-            isinstance(number, int) and number >= 0 for number in numbers
-        ):
-            raise CheckpointError(
-                f'{where}: {getattr(index, "fqn", index)}: no place in a file; damaged'
-            )
 
 
 def _check_files(directory: Path, metadata: Metadata) -> None:

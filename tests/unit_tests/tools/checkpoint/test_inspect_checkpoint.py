@@ -463,12 +463,12 @@ FAULTS = {
     'common.pt a list': (lambda d: torch.save([1, 2], d / 'common.pt'), 'list, expected a dict'),
     'common.pt a directory': (lambda d: (d / 'common.pt').mkdir(), 'common.pt'),
     'file outside': (damaged(lambda m: set_path(m, '../secret')), 'outside the checkpoint'),
-    'file of another type': (damaged(lambda m: set_path(m, 7)), 'no place in a file'),
+    'file of another type': (damaged(lambda m: set_path(m, 7)), 'damaged (storage of '),
     'no dtype': (
         damaged(lambda m: setattr(first_tensor(m).properties, 'dtype', 'x')),
-        'not the description of a tensor',
+        'damaged (entry ',
     ),
-    'no size': (damaged(lambda m: setattr(first_tensor(m), 'size', None)), 'not the description'),
+    'no size': (damaged(lambda m: setattr(first_tensor(m), 'size', None)), 'damaged (entry '),
     'manifest damaged': (lambda d: (d / 'integrity.json').write_text('x'), 'no integrity manifest'),
 }
 
