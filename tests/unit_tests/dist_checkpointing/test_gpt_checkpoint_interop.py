@@ -9,7 +9,11 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-from megatron.core.dist_checkpointing.checkpoint_layout import check_sources, read_checkpoint_layout
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    check_sources,
+    layout_from_keys,
+    read_checkpoint_layout,
+)
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -425,3 +429,17 @@ def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out
     assert 'RAN' not in out and 'builtins.print' in out and out.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    ('key', 'shape'),
+    [
+        ('decoder.layers.2147483648.mlp.linear_fc1.weight', (4, 4)),
+        ('decoder.layers.mlp.linear_fc1.weight', (2147483648, 4, 4)),
+    ],
+)
+def test_layers_of_absurd_number_are_damage(key, shape):
+    with pytest.raises(
+        CheckpointingException, match=r'^decoder\..* layers; the metadata is damaged'
+    ):
+        layout_from_keys({key: shape})

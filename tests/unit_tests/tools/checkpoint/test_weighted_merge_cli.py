@@ -166,6 +166,17 @@ def test_coefficients_file_that_is_wrong(five, tmp_path, capsys, text, message):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize('text', ['&a {100: *a, 200: 1}', '&a [*a, *a]', '{100: 1, 200: &a [*a]}'])
+def test_coefficients_that_hold_themselves(five, tmp_path, capsys, text):
+    (tmp_path / 'w.yaml').write_text(text)
+    range_of_two = ('--merge-inputs', five[0], '--start-checkpoint', 100, '--end-checkpoint', 200)
+    assert (
+        cli(*range_of_two, '--coefficients', tmp_path / 'w.yaml', '--merge-output', tmp_path) == 1
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 'w.yaml: ' in line and len(line) < 500
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(five, tmp_path, capsys):
     root, paths, _ = five
     before = tree(tmp_path)
