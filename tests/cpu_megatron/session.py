@@ -30,7 +30,6 @@ from megatron.core.utils import unwrap_model
 
 from tests.cpu_megatron.models import build_gpt, build_hybrid
 from tests.cpu_megatron.synthetic_data import SyntheticTokens, forward_step
-from tests.cpu_megatron.torchrun import free_port
 
 VOCAB_SIZE = 64
 SEQ_LENGTH = 16
@@ -47,22 +46,25 @@ def model_parallel(
 ) -> Iterator[None]:
     """Process group (from torchrun's environment, else one process) and megatron's groups.
 
-    With several ranks the process group outlives the block, megatron's groups don't.
+    The process group outlives the block. So do megatron's groups where there is one rank, which has
+    the same ones in every block: what a model's backward hooks hold is never freed, and every group
+    of gloo has threads that go on polling.
     """
+    one_process = 'RANK' not in os.environ
     if not torch.distributed.is_initialized():
-        os.environ.setdefault('RANK', '0')
-        os.environ.setdefault('WORLD_SIZE', '1')
-        os.environ.setdefault('MASTER_ADDR', '127.0.0.1')
-        os.environ.setdefault('MASTER_PORT', str(free_port()))
-        torch.distributed.init_process_group('gloo', timeout=timedelta(minutes=1))
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
-        expert_model_parallel_size=expert,
-        create_gloo_process_groups=True,
-        distributed_timeout_minutes=1,
-    )
+        place = {'store': torch.distributed.HashStore(), 'rank': 0, 'world_size': 1}
+        torch.distributed.init_process_group(
+            'gloo', timeout=timedelta(minutes=1), **(place if one_process else {})
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor,
+            pipeline_model_parallel_size=pipeline,
+            virtual_pipeline_model_parallel_size=virtual,
+            expert_model_parallel_size=expert,
+            create_gloo_process_groups=True,
+            distributed_timeout_minutes=1,
+        )
     seed_everything(seed)
     try:
         yield
@@ -70,12 +72,9 @@ def model_parallel(
         # megatron keeps its choice of attention there, and holds the next model to it
         for name in [name for name in os.environ if name.startswith('NVTE_')]:
             del os.environ[name]
-        parallel_state.destroy_model_parallel()
+        if torch.distributed.get_world_size() > 1:
+            parallel_state.destroy_model_parallel()
         unset_num_microbatches_calculator()
-        if torch.distributed.get_world_size() == 1:
-            # every group of gloo has a thread, which would go on polling
-            torch.distributed.destroy_process_group()
-            os.environ.pop('MASTER_PORT', None)
 
 
 def seed_everything(seed: int) -> None:

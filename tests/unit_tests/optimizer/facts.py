@@ -87,12 +87,15 @@ def _failed_first(result: list) -> tuple:
 @contextmanager
 def process_group(store: dist.Store) -> Iterator[None]:
     """A default process group inside the block, which every rank leaves by itself."""
+    from megatron.core import parallel_state
+
     dist.init_process_group(
         'gloo', store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(minutes=1)
     )
     try:
         yield
     finally:
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
