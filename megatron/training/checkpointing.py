@@ -61,7 +61,14 @@ _WEIGHTLESS = (
     'swiglu',
     'squared_relu',
     'openai_gelu',
+    'num_attention_heads',
     'num_query_groups',
+    'rotary_interleaved',
+    'apply_layernorm_1p',
+    'moe_router_topk',
+    'moe_router_score_function',
+    'moe_router_pre_softmax',
+    'moe_router_topk_scaling_factor',
 )
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
@@ -288,12 +295,20 @@ def _warn_of_other_functions(args, ckpt_args, source: str) -> None:
     for name in _WEIGHTLESS:
         if not hasattr(args, name) or not hasattr(ckpt_args, name):
             continue
-        own, saved = getattr(args, name), getattr(ckpt_args, name)
+        own, saved = _effective(args, name), _effective(ckpt_args, name)
         if own != saved:
             print_rank_0(
                 f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the {source} run: '
                 f'the same weights will compute something else.'
             )
+
+
+def _effective(args, name):
+    # Without grouped-query attention the number means nothing, and a GPT run overwrites it when it
+    # counts floating point operations, after the load and before the save.
+    if name == 'num_query_groups' and not getattr(args, 'group_query_attention', False):
+        return getattr(args, 'num_attention_heads', None)
+    return getattr(args, name)
 
 
 def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:

@@ -113,7 +113,7 @@ def iteration_directory(checkpoint: Path) -> Path:
             f'{checkpoint} has neither metadata.json nor {TRACKER}; give the directory of one '
             f'iteration, or the one above it'
         )
-    latest = tracker.read_text().strip()
+    latest = tracker.read_text(encoding='utf-8', errors='replace').strip()
     name = latest if latest == 'release' else f'iter_{latest:0>7}'
     directory = checkpoint / name
     if (directory / 'metadata.json').is_file():

@@ -90,6 +90,7 @@ def check_weights(directory: Path) -> WeightCheck:
     size = sum(4 * math.prod(chunks.tensors[key].size) for key, _ in pairs)
     with tqdm(total=size, unit='B', unit_scale=True, disable=None, desc='compared') as progress:
         for key, weight in pairs:
+            chunks.check_complete(key)
             differing = 0
             for box in chunks.tensors[key].chunks:
                 main, stored = chunks.read(key, box), chunks.read(weight, box)
@@ -154,6 +155,16 @@ class _Chunks:
         }
         self._reader = FileSystemReader(directory)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def check_complete(self, key: str) -> None:
+        """Make sure that the tensor's chunks have as many elements as the tensor."""
+        entry = self.tensors[key]
+        found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        if found != math.prod(entry.size):
+            raise CheckpointingException(
+                f'{self.directory}: {key} is incomplete: its chunks have {found} elements, '
+                f'expected {math.prod(entry.size)}'
+            )
 
     def read(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
         """The part of the tensor inside the box, from whatever chunks hold it."""

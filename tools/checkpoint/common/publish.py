@@ -247,7 +247,7 @@ def refuse_existing(target: Path, finished: bool = False) -> None:
         if finished:
             raise CheckpointError(
                 f'{target}: exists; a killed run had finished it but for {TRACKER_NAME}, which is '
-                'written now: nothing is left to do'
+                'written now: nothing is left to do if that run had the same inputs and options'
             )
         raise CheckpointError(f'{target}: exists, and an output is never replaced; name another')
 
@@ -296,7 +296,7 @@ def _finish_tracker(root: Path, text: str, targets: Sequence[Path]) -> bool:
         with abandoned(temporary) as unlocked:
             token = temporary.name.removeprefix(staging_prefix(tracker))
             renamed = not any(staging_path(target, token).exists() for target in targets)
-            if unlocked and renamed and temporary.read_text() == text:
+            if unlocked and renamed and temporary.read_bytes() == text.encode():
                 if not _written_since(tracker, temporary):
                     _replace_tracker(root, temporary, text)
                     return True

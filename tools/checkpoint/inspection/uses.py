@@ -66,7 +66,7 @@ def gpt_into_hybrid(
     if len(set(mlps)) > 1:
         reason += f', the MLPs in the order {mlps}'
     if layout.mtp_depths:
-        reason += f'; its {layout.mtp_depths} MTP layers are not read'
+        reason += f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'
     content = common.get('content_metadata')
     stored = stored_optimizer_format(
         content if isinstance(content, dict) else None, common.get('args')
