@@ -38,6 +38,12 @@ from megatron.core.dist_checkpointing.read_record import (
     Shard,
     recording_reads,
 )
+from megatron.core.dist_checkpointing.saved_arguments import (
+    contradiction,
+    other_functions,
+    other_weights,
+    saved_pattern,
+)
 from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -52,24 +58,6 @@ CheckpointType = upstream.CheckpointType
 default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
-_WEIGHTLESS = (
-    'position_embedding_type',
-    'rotary_base',
-    'rotary_percent',
-    'normalization',
-    'norm_epsilon',
-    'swiglu',
-    'squared_relu',
-    'openai_gelu',
-    'num_attention_heads',
-    'num_query_groups',
-    'rotary_interleaved',
-    'apply_layernorm_1p',
-    'moe_router_topk',
-    'moe_router_score_function',
-    'moe_router_pre_softmax',
-    'moe_router_topk_scaling_factor',
-)
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
 
@@ -222,7 +210,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
             f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
             f"read: the pattern has no MTP part, such as '/*-'."
         )
-    _warn_of_other_functions(args, ckpt_args, 'GPT')
+    _compare_arguments(args, ckpt_args)
     return load.layer_maps, load.load_optim
 
 
@@ -234,12 +222,12 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
 
     if _find_module(load.model, GPTModel) is None:
         raise refuse(
-            f'The checkpoint is of a hybrid model (pattern {_saved_pattern(ckpt_args)!r}), the run '
+            f'The checkpoint is of a hybrid model (pattern {saved_pattern(ckpt_args)!r}), the run '
             f'builds neither that nor a GPT model.'
         )
     if load.layout is None or load.content_metadata is None:
         raise refuse(
-            f'The checkpoint is of a hybrid model (pattern {_saved_pattern(ckpt_args)!r}), and '
+            f'The checkpoint is of a hybrid model (pattern {saved_pattern(ckpt_args)!r}), and '
             f'goes into a GPT run in torch_dist format only; save it so.'
         )
     try:
@@ -267,7 +255,7 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
             f'{hybrid_checkpoint_pattern(load.layout)!r}, a GPT model each MLP after its '
             f'attention: the same weights will compute something else.'
         )
-    _warn_of_other_functions(args, ckpt_args, 'hybrid')
+    _compare_arguments(args, ckpt_args)
 
 
 def _set_up_optimizer(load: _Load, args, ckpt_args) -> None:
@@ -290,45 +278,24 @@ def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
         )
 
 
-def _warn_of_other_functions(args, ckpt_args, source: str) -> None:
-    # These have no weights: a difference changes what the same weights compute.
-    for name in _WEIGHTLESS:
-        if not hasattr(args, name) or not hasattr(ckpt_args, name):
-            continue
-        own, saved = _effective(args, name), _effective(ckpt_args, name)
-        if own != saved:
-            print_rank_0(
-                f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the {source} run: '
-                f'the same weights will compute something else.'
-            )
-
-
-def _effective(args, name):
-    # Without grouped-query attention the number means nothing, and a GPT run overwrites it when it
-    # counts floating point operations, after the load and before the save.
-    if name == 'num_query_groups' and not getattr(args, 'group_query_attention', False):
-        return getattr(args, 'num_attention_heads', None)
-    return getattr(args, name)
+def _compare_arguments(args, ckpt_args) -> None:
+    reason = other_weights(args, ckpt_args)
+    if reason:
+        raise RuntimeError(reason)
+    for name, own, saved in other_functions(args, ckpt_args):
+        print_rank_0(
+            f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the one that saved the '
+            f'checkpoint: the same weights will compute something else.'
+        )
 
 
 def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:
-    pattern = _saved_pattern(ckpt_args)
     if layout is None or layout.family == 'other':
-        return bool(pattern)
-    if pattern and layout.family != 'hybrid':
-        raise RuntimeError(
-            f'The checkpoint contradicts itself: its arguments have the hybrid layer pattern '
-            f'{pattern!r}, its key {layout.evidence!r} is of a GPT model. Load a checkpoint whose '
-            f'files belong together.'
-        )
+        return bool(saved_pattern(ckpt_args))
+    reason = contradiction(ckpt_args, layout)
+    if reason:
+        raise RuntimeError(reason)
     return layout.family == 'hybrid'
-
-
-def _saved_pattern(ckpt_args) -> str | None:
-    # The second name is the one before 0.16.
-    return getattr(ckpt_args, 'hybrid_layer_pattern', None) or getattr(
-        ckpt_args, 'hybrid_override_pattern', None
-    )
 
 
 def _point_at_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
@@ -435,15 +402,19 @@ def check_checkpoint_args(checkpoint_args, *args, **kwargs):
 
 
 def load_args_from_checkpoint(args, *rest, **kwargs):
-    """Upstream's; a GPT run stays one when it takes the arguments of a hybrid checkpoint.
+    """Upstream's; a run stays what it is when it takes the arguments of the other kind.
 
     What shows a GPT run, where no model is built yet: it gives as many layers as the checkpoint's
-    pattern has attention layers, and gives no pattern.
+    pattern has attention layers, and gives no pattern. A hybrid run has a pattern; it keeps its own
+    Mamba sizes, of which the arguments of a GPT run are mere defaults.
     """
     own = {name: getattr(args, name, None) for name in ('num_layers', 'spec', 'moe_layer_freq')}
-    has_pattern = bool(_saved_pattern(args))
+    mamba = {name: value for name, value in vars(args).items() if name.startswith('mamba_')}
+    has_pattern = bool(saved_pattern(args))
     result = upstream.load_args_from_checkpoint(args, *rest, **kwargs)
-    if not has_pattern and is_pattern_of_gpt_layers(_saved_pattern(args), own['num_layers']):
+    if not has_pattern and is_pattern_of_gpt_layers(saved_pattern(args), own['num_layers']):
         args.hybrid_layer_pattern, args.spec = None, own['spec']
         args.moe_layer_freq = own['moe_layer_freq']
+    if has_pattern and isinstance(result, tuple) and not saved_pattern(result[1]):
+        vars(args).update(mamba)
     return result

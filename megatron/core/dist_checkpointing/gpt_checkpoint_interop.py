@@ -67,11 +67,12 @@ _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
 
-# Distributed optimizer formats that store state by parameter.
-MODEL_SPACE_FORMATS = ('fully_reshardable', 'fully_sharded_model_space')
+# Distributed optimizer formats that store state by parameter, and that a run can ask for. The older
+# `fully_sharded_model_space` has the same keys, but core makes no request for it since 0.16.
+MODEL_SPACE_FORMATS = ('fully_reshardable',)
 
 
-def stored_optimizer_format(content_metadata: Mapping[str, Any] | None, args: Any) -> str | None:
+def stored_optimizer_format(content_metadata: Any, args: Any) -> str | None:
     """Sharding type of the distributed optimizer's state; None for another optimizer's.
 
     Args:
@@ -82,7 +83,8 @@ def stored_optimizer_format(content_metadata: Mapping[str, Any] | None, args: An
         # Before content metadata existed the format followed from one flag.
         full = getattr(args, 'ckpt_fully_parallel_save', False)
         return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    return (content_metadata or {}).get('distrib_optim_sharding_type')
+    known = isinstance(content_metadata, Mapping)
+    return content_metadata.get('distrib_optim_sharding_type') if known else None
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(

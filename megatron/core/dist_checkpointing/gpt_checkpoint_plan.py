@@ -4,7 +4,9 @@ A look before a job waits in a queue.
 """
 
 import os
-import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
@@ -15,13 +17,17 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     MODEL_SPACE_FORMATS,
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
+    stored_optimizer_format,
 )
-from megatron.core.dist_checkpointing.serialization import load_content_metadata
+from megatron.core.dist_checkpointing.saved_arguments import contradiction
+from megatron.core.optimizer.resume_report import read_common_state
 
 try:
+    from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from tools.checkpoint.common.safe_load import load_dcp_metadata
 
 _TRACKER = 'latest_checkpointed_iteration.txt'
@@ -39,15 +45,19 @@ def report(checkpoint: str, pattern: str) -> int:
     """
     try:
         directory = checkpoint_directory(checkpoint)
-        # Later readers unpickle this file freely; none of its classes may be a stranger.
-        layout = layout_from_metadata(load_dcp_metadata(directory))
+        metadata = load_dcp_metadata(directory)
+        layout = layout_from_metadata(metadata)
         if layout.family != 'gpt':
             raise CheckpointingException(
                 f'{directory}: its keys are of a {layout.family} model'
                 f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
             )
         layer_maps = gpt_compatible_layer_maps(pattern, layout)
-        lines = list(describe(directory, layout, layer_maps))
+        common = read_common_state(Path(directory), metadata)
+        reason = contradiction(common.get('args'), layout)
+        if reason:
+            raise CheckpointingException(reason)
+        lines = list(describe(directory, layout, layer_maps, common))
     except (CheckpointingException, ValueError) as error:
         print(f'Will not load: {error}')
         return 1
@@ -61,15 +71,8 @@ def checkpoint_directory(path: str) -> str:
     Raises:
         CheckpointingException: there is none.
     """
-    tracker = os.path.join(path, _TRACKER)
-    if os.path.isfile(tracker):
-        with open(tracker, encoding='utf-8', errors='replace') as file:
-            latest = file.read().strip()
-        if not re.fullmatch(r'\d+|release', latest):
-            raise CheckpointingException(
-                f'{tracker}: holds {latest!r}, expected an iteration or "release".'
-            )
-        path = os.path.join(path, latest if latest == 'release' else f'iter_{int(latest):07d}')
+    if os.path.isfile(os.path.join(path, _TRACKER)):
+        path = os.path.join(path, iteration_dirname(read_tracker(path)))
     if not os.path.isdir(path):
         raise CheckpointingException(f'{path or "(empty path)"}: no such directory.')
     if not os.path.isfile(os.path.join(path, '.metadata')):
@@ -80,8 +83,13 @@ def checkpoint_directory(path: str) -> str:
     return path
 
 
-def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLayerMaps):
-    """Lines of the report."""
+def describe(
+    directory: str,
+    layout: CheckpointLayout,
+    layer_maps: GPTCompatLayerMaps,
+    common: Mapping[str, Any],
+):
+    """Lines of the report; ``common`` is the checkpoint's common state."""
     stored = 'one by one' if layout.indexed else 'stacked along an axis'
     yield f'{directory}: GPT, {layout.num_layers} layers, stored {stored}'
     sources = {
@@ -101,12 +109,12 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
         yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
     elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
-    yield from describe_optimizer(directory, layout)
+    yield from describe_optimizer(layout, common)
 
 
-def describe_optimizer(directory: str, layout: CheckpointLayout):
+def describe_optimizer(layout: CheckpointLayout, common: Mapping[str, Any]):
     """Lines of the report that say what happens to the optimizer state."""
-    sharding_type = optimizer_format(directory, layout)
+    sharding_type = optimizer_format(layout, common)
     yield f'Optimizer state: {sharding_type or "none"}'
     if sharding_type is None:
         yield 'Will load with --no-load-optim.'
@@ -119,19 +127,9 @@ def describe_optimizer(directory: str, layout: CheckpointLayout):
         )
 
 
-def optimizer_format(directory: str, layout: CheckpointLayout) -> str | None:
-    """Sharding type of the distributed optimizer's state; None for no optimizer state at all.
-
-    Raises:
-        CheckpointingException: the common state can't be read.
-    """
+def optimizer_format(layout: CheckpointLayout, common: Mapping[str, Any]) -> str | None:
+    """Sharding type of the distributed optimizer's state; None for no optimizer state at all."""
     if not layout.has_optimizer:
         return None
-    try:
-        content = load_content_metadata(directory) or {}
-    except Exception as error:  # whatever upstream's reader ends in
-        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
-        raise CheckpointingException(
-            f'{directory}: its common state can not be read ({reason}).'
-        ) from error
-    return content.get('distrib_optim_sharding_type', 'not of a distributed optimizer')
+    stored = stored_optimizer_format(common.get('content_metadata'), common.get('args'))
+    return stored or 'not of a distributed optimizer'

@@ -4,6 +4,9 @@ The command line of :mod:`hybrid_checkpoint_interop`.
 """
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
@@ -20,6 +23,7 @@ from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
     hybrid_checkpoint_layer_maps,
     hybrid_checkpoint_pattern,
 )
+from megatron.core.optimizer.resume_report import read_common_state
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         directory = checkpoint_directory(options.checkpoint)
-        layout = layout_from_metadata(load_dcp_metadata(directory))
+        metadata = load_dcp_metadata(directory)
+        layout = layout_from_metadata(metadata)
         if layout.family != 'hybrid':
             raise CheckpointingException(
                 f'{directory}: its keys are of a {layout.family} model'
@@ -51,15 +56,22 @@ def main(argv: list[str] | None = None) -> int:
                 f'a checkpoint saved with --ckpt-format torch_dist.'
             )
         layer_maps = hybrid_checkpoint_layer_maps(layout)
+        common = read_common_state(Path(directory), metadata)
+        lines = list(describe(directory, layout, layer_maps, common))
     except (CheckpointingException, ValueError) as error:
         print(f'Will not load: {error}')
         return 1
-    print('\n'.join(describe(directory, layout, layer_maps)))
+    print('\n'.join(lines))
     return 0
 
 
-def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLayerMaps):
-    """Lines of the report."""
+def describe(
+    directory: str,
+    layout: CheckpointLayout,
+    layer_maps: GPTCompatLayerMaps,
+    common: Mapping[str, Any],
+):
+    """Lines of the report; ``common`` is the checkpoint's common state."""
     yield f'{directory}: hybrid, {layout.num_layers} layers {hybrid_checkpoint_pattern(layout)}'
     pairs = zip(layer_maps.attention_to_gpt, layer_maps.mlp_to_gpt, strict=True)
     for gpt_layer, (attention, mlp) in enumerate(pairs):
@@ -68,4 +80,4 @@ def describe(directory: str, layout: CheckpointLayout, layer_maps: GPTCompatLaye
             f'{layout.mlp_kinds[mlp]} MLP of hybrid layer {mlp}'
         )
     yield f'The GPT run needs --num-layers {layer_maps.num_gpt_layers}.'
-    yield from describe_optimizer(directory, layout)
+    yield from describe_optimizer(layout, common)

@@ -15,9 +15,11 @@ from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint.metadata import Metadata
 
 try:
+    from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
 
 TRACKER = 'latest_checkpointed_iteration.txt'
@@ -113,9 +115,8 @@ def iteration_directory(checkpoint: Path) -> Path:
             f'{checkpoint} has neither metadata.json nor {TRACKER}; give the directory of one '
             f'iteration, or the one above it'
         )
-    latest = tracker.read_text(encoding='utf-8', errors='replace').strip()
-    name = latest if latest == 'release' else f'iter_{latest:0>7}'
-    directory = checkpoint / name
+    latest = read_tracker(checkpoint)
+    directory = checkpoint / iteration_dirname(latest)
     if (directory / 'metadata.json').is_file():
         return directory
     if any(directory.glob('mp_rank_*')):

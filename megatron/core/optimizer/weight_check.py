@@ -58,11 +58,13 @@ class WeightCheck:
         ]
         lines += [f'  not compared: {key} ({why})' for key, why in self.not_compared.items()]
         if self.without_main_param:
-            lines.append(f'  {len(self.without_main_param)} tensors have no optimizer state')
+            lines.append(f'  {len(self.without_main_param)} tensors have no optimizer state:')
+            lines += [f'    {weight}' for weight in self.without_main_param]
         if self.different:
             lines += [
-                'The optimizer state stored for these weights is not theirs; they are right.',
-                'Resume with --no-load-optim, or from a checkpoint without differences.',
+                'These weights and their optimizer state do not belong together. If stock',
+                'megatron-core saved the checkpoint from several buckets, the weights are right:',
+                'resume with --no-load-optim. Otherwise either may be damaged: take another one.',
             ]
         return '\n'.join(lines)
 

@@ -1,5 +1,8 @@
 """The main parameters of checkpoints against their weights: real ones, right and shifted."""
 
+import pickle
+import re
+import shutil
 from functools import partial
 
 import pytest
@@ -149,3 +152,18 @@ def test_a_file_that_is_missing(saved, tmp_path):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(CheckpointingException, match='can not be read .FileNotFoundError'):
         check_weights(tmp_path)
+
+
+def test_a_main_parameter_that_is_not_all_there(saved, tmp_path):
+    source = iteration_directory(saved / 'tensor parallel' / 'ckpt')
+    directory = shutil.copytree(source, tmp_path / 'incomplete')
+    metadata = pickle.loads((directory / '.metadata').read_bytes())
+    key, entry = next(
+        (key, entry)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith('optimizer.state.param.') and len(entry.chunks) > 1
+    )
+    entry.chunks.pop()
+    (directory / '.metadata').write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointingException, match=f'{re.escape(key)} is incomplete'):
+        check_weights(directory)

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     stored_optimizer_format,
 )
+from megatron.core.dist_checkpointing.saved_arguments import contradiction
 from megatron.core.optimizer.resume_report import ResumeReport, with_overlay
 
 from ..common.errors import CheckpointError
@@ -54,6 +55,9 @@ def gpt_into_hybrid(
         return Use(INTEROP, False, f'it is of {kind}')
     if format_ not in (DISTRIBUTED, FSDP):
         return Use(INTEROP, False, f'{format_} checkpoints are not translated')
+    damage = contradiction(common.get('args'), layout)
+    if damage:
+        return Use(INTEROP, False, damage)
     attention = '+' if layout.latent_attention else '*'
     mlps = ''.join('E' if layout.mlp_kinds.get(i) == MOE else '-' for i in range(layout.num_layers))
     try:
@@ -66,11 +70,10 @@ def gpt_into_hybrid(
     if len(set(mlps)) > 1:
         reason += f', the MLPs in the order {mlps}'
     if layout.mtp_depths:
-        reason += f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'
-    content = common.get('content_metadata')
-    stored = stored_optimizer_format(
-        content if isinstance(content, dict) else None, common.get('args')
-    )
+        reason += (
+            f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'
+        )
+    stored = stored_optimizer_format(common.get('content_metadata'), common.get('args'))
     if format_ == FSDP:
         reason += '; from megatron-core 0.19 on'
     elif not layout.has_optimizer:
