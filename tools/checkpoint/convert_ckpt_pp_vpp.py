@@ -20,6 +20,8 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.quiet import missing_packages
+
 if TYPE_CHECKING:
     from .pp_vpp.commands import Request
 
@@ -313,6 +315,10 @@ def main(argv: list[str] | None = None) -> int:
         0, 1 after an error, 2 on wrong usage, 128 plus the number of a signal that stopped it
     """
     args = parser().parse_args(argv)
+    reason = missing_packages()
+    if reason is not None:
+        print(f'error: {reason}', file=sys.stderr)
+        return 1
     try:
         asked = request(args)
     except Misuse as error:

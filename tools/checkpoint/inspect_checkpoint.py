@@ -19,6 +19,8 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.quiet import missing_packages
+
 if TYPE_CHECKING:
     from .inspection.compare import Comparison
     from .inspection.summary import CheckpointSummary
@@ -106,6 +108,10 @@ def compare_checkpoints(first: str | Path, other: str | Path) -> 'Comparison':
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, 1 (see ``--help``), or 2 on wrong usage."""
     args = make_parser().parse_args(argv)
+    reason = missing_packages()
+    if reason is not None:
+        print(f'error: {reason}', file=sys.stderr)
+        return 1
     try:
         from . import inspection  # noqa: F401  (before megatron, which the overlay goes in front of)
         from .common.errors import CheckpointingException, one_line

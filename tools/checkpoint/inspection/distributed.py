@@ -81,7 +81,9 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
-            uses.gpt_into_hybrid(format_, layout, common),
+            (uses.hybrid_into_gpt if layout.family == 'hybrid' else uses.gpt_into_hybrid)(
+                format_, layout, common
+            ),
             uses.resume(format_, layout, report),
         ],
     )

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     stored_optimizer_format,
 )
+from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps
 from megatron.core.dist_checkpointing.saved_arguments import contradiction
 from megatron.core.optimizer.resume_report import ResumeReport, with_overlay
 
@@ -23,6 +24,7 @@ from .summary import Use
 MERGE = 'weighted merge'
 CONVERTER = 'PP/VPP converter'
 INTEROP = 'GPT into hybrid'
+REVERSE = 'hybrid into GPT'
 RESUME = 'resume with optimizer'
 
 
@@ -51,8 +53,7 @@ def gpt_into_hybrid(
 ) -> Use:
     """Whether a hybrid run loads the checkpoint, whose common state is given, as a GPT model's."""
     if layout.family != 'gpt':
-        kind = 'a hybrid model already' if layout.family == 'hybrid' else 'not a GPT model'
-        return Use(INTEROP, False, f'it is of {kind}')
+        return Use(INTEROP, False, 'it is not of a GPT model')
     if format_ not in (DISTRIBUTED, FSDP):
         return Use(INTEROP, False, f'{format_} checkpoints are not translated')
     damage = contradiction(common.get('args'), layout)
@@ -73,17 +74,30 @@ def gpt_into_hybrid(
         reason += (
             f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'
         )
-    stored = stored_optimizer_format(common.get('content_metadata'), common.get('args'))
     if format_ == FSDP:
-        reason += '; from megatron-core 0.19 on'
-    elif not layout.has_optimizer:
-        reason += '; with --no-load-optim, as there is no optimizer state'
-    elif stored in MODEL_SPACE_FORMATS:
-        reason += '; optimizer state too'
-    else:
-        reason += f'; with --no-load-optim, as its optimizer state ({stored or "plain"}) is not '
-        reason += 'stored by parameter'
-    return Use(INTEROP, True, reason)
+        return Use(INTEROP, True, f'{reason}; from megatron-core 0.19 on')
+    return Use(INTEROP, True, f'{reason}; {_optimizer_state(layout, common)}')
+
+
+def hybrid_into_gpt(format_: str, layout: CheckpointLayout, common: Mapping[str, Any]) -> Use:
+    """Whether a GPT run loads the checkpoint of a hybrid model, whose common state is given."""
+    if format_ != DISTRIBUTED:
+        return Use(REVERSE, False, f'{format_} checkpoints are not translated')
+    try:
+        layers = hybrid_checkpoint_layer_maps(layout).num_gpt_layers
+    except ValueError as error:
+        return Use(REVERSE, False, str(error))
+    return Use(REVERSE, True, f'--num-layers {layers}; {_optimizer_state(layout, common)}')
+
+
+def _optimizer_state(layout: CheckpointLayout, common: Mapping[str, Any]) -> str:
+    stored = stored_optimizer_format(common.get('content_metadata'), common.get('args'))
+    if not layout.has_optimizer:
+        return 'with --no-load-optim, as there is no optimizer state'
+    if stored in MODEL_SPACE_FORMATS:
+        return 'optimizer state too'
+    kind = stored or 'plain'
+    return f'with --no-load-optim, as its optimizer state ({kind}) is not stored by parameter'
 
 
 def resume(format_: str, layout: CheckpointLayout, report: ResumeReport | None) -> Use:

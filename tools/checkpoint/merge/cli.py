@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.quiet import missing_packages
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
 from .schedules import STYLES
 
@@ -203,8 +204,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _check_usage(parser, args)
     missing = _missing_input(args)
-    if missing is not None:
-        print(f"weighted_merge: error: {missing}: doesn't exist", file=sys.stderr)
+    reason = missing_packages() if missing is None else f"{missing}: doesn't exist"
+    if reason is not None:
+        print(f'weighted_merge: error: {reason}', file=sys.stderr)
         return 1
 
     from ..common.errors import CheckpointError

@@ -184,7 +184,8 @@ def test_experts_and_a_model_alone(real):
 def test_hybrid(real):
     summary = inspect_checkpoint(real / 'hybrid')
     assert (summary.model.family, summary.model.pattern) == ('hybrid', 'M*-M*E')
-    assert use(summary, uses.INTEROP) == (False, 'it is of a hybrid model already')
+    taken, reason = use(summary, uses.REVERSE)
+    assert not taken and "layer 0, 'M'" in reason
 
 
 def test_common_state_forms(tmp_path):
