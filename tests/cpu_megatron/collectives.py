@@ -19,6 +19,27 @@ def _over_gloo(create):
     return over_gloo
 
 
+def _one_group_for_the_same_ranks(new_group, destroy_process_group):
+    # Each group of gloo has threads that poll, and a model's backward hooks keep its groups for
+    # ever: with dozens a run, some runs in one process are busy with nothing else.
+    groups: dict = {}
+
+    @functools.wraps(new_group)
+    def shared_group(ranks=None, *args, **kwargs):
+        key = None if ranks is None else tuple(ranks)
+        if key not in groups:
+            groups[key] = new_group(ranks, *args, **kwargs)
+        return groups[key]
+
+    @functools.wraps(destroy_process_group)
+    def destroy_all_or_none(group=None):
+        if group is None or group is dist.group.WORLD:
+            groups.clear()
+            destroy_process_group(group)
+
+    return shared_group, destroy_all_or_none
+
+
 def install() -> None:
     """Groups are made with gloo; collectives get the arguments that gloo takes."""
     barrier, all_to_all_single = dist.barrier, dist.all_to_all_single
@@ -37,9 +58,13 @@ def install() -> None:
         ]
         return all_to_all_single(output, input, *as_list, group=group, async_op=async_op)
 
+    new_group, destroy_process_group = _one_group_for_the_same_ranks(
+        _over_gloo(dist.new_group), dist.destroy_process_group
+    )
     replaced = {
         'init_process_group': _over_gloo(dist.init_process_group),
-        'new_group': _over_gloo(dist.new_group),
+        'new_group': new_group,
+        'destroy_process_group': destroy_process_group,
         'barrier': barrier_without_devices,
         'all_to_all_single': all_to_all_with_lists,
     }
