@@ -207,9 +207,3 @@ def _drop_layer_axis(entry):
             # an object without axes has a placeholder
             entry.global_shape, entry.global_offset = (1,), (0,)
     return entry
-
-
-if __name__ == '__main__':
-    from megatron.core.dist_checkpointing.hybrid_checkpoint_plan import main
-
-    raise SystemExit(main())

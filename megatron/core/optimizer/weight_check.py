@@ -62,8 +62,8 @@ class WeightCheck:
             lines += [f'    {weight}' for weight in self.without_main_param]
         if self.different:
             lines += [
-                'These weights and their optimizer state do not belong together. If stock',
-                'megatron-core saved the checkpoint from several buckets, the weights are right:',
+                'These weights and their optimizer state do not belong together. If the checkpoint',
+                'was saved by stock megatron-core from several buckets, the weights are right:',
                 'resume with --no-load-optim. Otherwise either may be damaged: take another one.',
             ]
         return '\n'.join(lines)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 
 MAPS = gpt_interop.gpt_compatible_layer_maps('*-*-')
 # What a layer of each kind stores, by symbol.
@@ -208,24 +209,17 @@ def test_every_tensor_arrives_from_its_own_layer(pattern, model, tmp_path):
     assert not wrong_tensors(tmp_path / 'hybrid', tmp_path / 'again', pattern)
 
 
-def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
-    from megatron.core.dist_checkpointing.hybrid_checkpoint_plan import main
+def test_the_inspector_tells_what_a_load_will_do(tmp_path):
+    def verdict(path):
+        (found,) = [use for use in inspect_checkpoint(path).uses if use.name == 'hybrid into GPT']
+        return found.works, found.reason
 
     save_hybrid(tmp_path / 'iter_0000002', '**--')
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        '  GPT layer   0  <-  attention of hybrid layer 0, dense MLP of hybrid layer 2',
-        '  GPT layer   1  <-  attention of hybrid layer 1, dense MLP of hybrid layer 3',
-        'The GPT run needs --num-layers 2.',
-        'Optimizer state: fully_reshardable',
-        'Will load, with its optimizer state.',
-    ]
+    assert verdict(tmp_path) == (True, '--num-layers 2; optimizer state too')
     save_hybrid(tmp_path / 'mamba', 'M*-')
-    for path, reason in [(tmp_path / 'mamba', "'M'"), (tmp_path / 'nowhere', 'no such directory')]:
-        assert main([str(path)]) == 1
-        out = capsys.readouterr().out
-        assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+    taken, reason = verdict(tmp_path / 'mamba')
+    assert not taken and "layer 0, 'M'" in reason
 
 
 def test_a_swapped_order_of_layers_shows(tmp_path):

@@ -27,6 +27,9 @@ RUN_ELSEWHERE = {
     'pip install .': 'tests/unit_tests/overlay/conftest.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.optimizer.facts': 'tests/unit_tests/optimizer/test_facts.py',
+    'torchrun --nproc-per-node 2 -m tests.unit_tests.optimizer.facts': (
+        'tests/unit_tests/optimizer/test_facts.py'
+    ),
     'python -m pytest tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py': (
         'tests/unit_tests/tools/checkpoint/test_damaged_checkpoints.py'
     ),
@@ -35,7 +38,6 @@ RUN_ELSEWHERE = {
 COMMAND_OF = {
     'distrib_optimizer': 'megatron.core.optimizer.checkpoint_command',
     'gpt_checkpoint_interop': 'tools.checkpoint.gpt_into_hybrid',
-    'hybrid_checkpoint_interop': 'megatron.core.dist_checkpointing.hybrid_checkpoint_plan',
 }
 # Those that take minutes or change a document: their options are looked up.
 LOOKED_UP = ('benchmarks/', 'docs/')
