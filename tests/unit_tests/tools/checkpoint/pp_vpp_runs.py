@@ -82,8 +82,6 @@ def _rank(rank, world, port, kind, words, record, optimizer, log):
     try:
         if optimizer == 'fused_adam':
             _use_fused_adam()
-        if '--mtp-num-layers' in words:
-            _build_multi_token_prediction()
         if record:
             _record(Path(record), rank)
         pretrain.main([kind, *words])
@@ -115,23 +113,6 @@ def _use_fused_adam():
     from tests.cpu_megatron.fused_adam_convention import FusedAdam
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-
-
-def _build_multi_token_prediction():
-    """Give the tiny GPT its prediction layers."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    import tests.cpu_megatron.models as models
-
-    build_gpt = models.build_gpt
-
-    def with_prediction(config, vp_stage=None, **options):
-        spec = get_gpt_mtp_block_spec(
-            config, models.gpt_layer_spec(config), use_transformer_engine=False, vp_stage=vp_stage
-        )
-        return build_gpt(config, vp_stage, mtp_block_spec=spec, **options)
-
-    models.build_gpt = with_prediction
 
 
 def _record(directory, rank):
