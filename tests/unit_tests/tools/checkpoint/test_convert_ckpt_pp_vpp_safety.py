@@ -300,7 +300,7 @@ for tool in (convert_ckpt_pp_vpp, weighted_merge):
         tool.main(['--help'])
     except SystemExit:
         pass
-assert 'torch' not in sys.modules and 'megatron' not in sys.modules
+assert 'torch' not in sys.modules and 'megatron.core' not in sys.modules
 """
     environment = {**os.environ, 'PYTHONPATH': str(REPOSITORY)}
     done = subprocess.run(
