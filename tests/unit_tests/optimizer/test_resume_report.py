@@ -93,7 +93,7 @@ def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
         tmp_path / 'absent': 'not a directory',
         tmp_path: 'neither metadata.json nor',
         legacy: 'legacy format',
-        dangling: "names '7'",
+        dangling: 'names 7, but',
         damaged: '.metadata: not DCP metadata',
     }
     for path, message in expected.items():

@@ -45,7 +45,8 @@ class Lab:
             if refused(lambda: convert(split_plain(self.source, self.stages))) is not None:
                 assert not self.stages.exists(), 'something was left'
                 return True
-            assert refused(lambda: convert(merge_plain(2, self.stages, self.back))) is None
+            # what became another rank's than its neighbour's can be taken apart, but not joined
+            self.joined = refused(lambda: convert(merge_plain(2, self.stages, self.back))) is None
             self.check(data)
             return False
         finally:
@@ -59,6 +60,8 @@ class Lab:
         for chunk, stage in ((0, 1), (1, 3)):
             found = torch.load(self.stages / ITERATION / f'mp_rank_00_{stage:03d}' / FILE)
             assert same(dict(found['model']), dict(damaged[f'model{chunk}'])) == []
+        if not self.joined:
+            return
         back = torch.load(self.back / ITERATION / 'mp_rank_00_001' / FILE)
         back.pop('pipeline_stage_states')
         if damaged['optimizer'] is None:  # as good as none
@@ -73,7 +76,7 @@ def convert(request):
 @pytest.fixture(scope='module')
 def lab(vpp, tmp_path_factory):
     made = Lab(vpp, tmp_path_factory.mktemp('lab'))
-    assert not made.split(made.content)
+    assert not made.split(made.content) and made.joined
     return made
 
 
