@@ -119,7 +119,7 @@ def test_optimizer_slots_find_their_parameters_or_are_refused(data, count):
     homes = [data.draw(st.integers(0, count - 1)) for _ in shapes]
     tensors = [NamedTensor('model', f'w{i}', torch.empty(s)) for i, s in enumerate(shapes)]
     slots = [
-        Slot(optimizer=0, group=home, shape=torch.Size(shape), state={'of': i})
+        Slot(optimizer=0, group=home, number=i, shape=torch.Size(shape), state={'of': i})
         for i, (home, shape) in enumerate(zip(homes, shapes, strict=True))
     ]
     groups = [
