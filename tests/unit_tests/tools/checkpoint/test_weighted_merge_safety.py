@@ -123,7 +123,7 @@ def test_hostile_tensor_archives_run_nothing(tmp_path):
     index = next(i for i in metadata.storage_data if i.fqn == 'output_layer.weight')
     info = metadata.storage_data[index]
     evil = io.BytesIO()
-    torch.save(Hostile(proof), evil)
+    torch.save([Hostile(proof), b'x' * 4096], evil)  # as many bytes as the tensor takes
     with open(directory / 'evil.distcp', 'wb') as file:
         file.write(evil.getvalue())
     info.relative_path, info.offset, info.length = 'evil.distcp', 0, len(evil.getvalue())
