@@ -273,7 +273,8 @@ def test_signals_leave_nothing(run, tmp_path, signum, when):
         publish.step = step
         if when == 'chunk':
             right = accumulate.ChunkMerger.merge
-            accumulate.ChunkMerger.merge = lambda *a: (stop(), right(*a))
+            # in a writer thread: the main one has to get round to the signal
+            accumulate.ChunkMerger.merge = lambda *a: (stop(), time.sleep(0.3), right(*a))
         pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
         return main(
             ['--merge-inputs', *pairs, '--merge-output', str(root), '--output-iteration', '7']
