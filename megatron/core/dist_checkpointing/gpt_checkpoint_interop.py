@@ -141,8 +141,8 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
         ``entry``, changed in place.
     """
     if isinstance(entry, ShardedTensor):
-        entry.axis_fragmentations = (num_gpt_layers, *entry.axis_fragmentations)
-        entry.prepend_axis_num += 1
+        entry.axis_fragmentations = (num_gpt_layers,) + tuple(entry.axis_fragmentations)
+        entry.prepend_axis_num = entry.prepend_axis_num + 1
     elif isinstance(entry, ShardedTensorFactory):
         build_without_layer_axis = entry.build_fn
 
@@ -158,8 +158,8 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
         return entry
     elif (entry.global_shape, entry.global_offset) == ((1,), (0,)):
         entry.global_shape, entry.global_offset = (), ()
-    entry.global_shape = (num_gpt_layers, *entry.global_shape)
-    entry.global_offset = (gpt_layer_idx, *entry.global_offset)
+    entry.global_shape = (num_gpt_layers,) + tuple(entry.global_shape)
+    entry.global_offset = (gpt_layer_idx,) + tuple(entry.global_offset)
     return entry
 
 
