@@ -8,9 +8,9 @@ import torch.distributed as dist
 def _over_gloo(create):
     @functools.wraps(create)
     def over_gloo(*args, **kwargs):
-        if args and isinstance(args[0], str):
-            args = ('gloo', *args[1:])
-        elif kwargs.get('backend') is not None or create.__name__ == 'init_process_group':
+        if create.__name__ == 'init_process_group':
+            args, kwargs = args[1:], kwargs | {'backend': 'gloo'}
+        elif kwargs.get('backend') is not None:
             kwargs['backend'] = 'gloo'
         for nccl_only in ('device_id', 'pg_options'):
             kwargs.pop(nccl_only, None)

@@ -1,23 +1,27 @@
 """GPT checkpoints that real training wrote, loaded into real hybrid runs."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 
 from tests.cpu_megatron.recorder import read_log
-from tests.cpu_megatron.torchrun import torchrun
+from tests.cpu_megatron.torchrun import two_at_once
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tests.unit_tests.dist_checkpointing.load_runs import LAST_SAVED, launch
 
-SAVE_FORMAT = ['--ckpt-format', 'torch_dist']
 DISTRIBUTED = ['--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable']
 GATED = ['--swiglu']
 UNTIED = ['--untie-embeddings-and-output-weights']
 LEARNED = ['--position-embedding-type', 'learned_absolute']
 MOE = ['--disable-bias-linear', '--num-experts', '4', '--moe-router-topk', '2']
-# The padded vocabulary must not depend on the TP size.
-VOCABULARY = ['--make-vocab-size-divisible-by', '16', '--vocab-size', '63']
-LAST_SAVED, LAST = 3, 6
+COMMON = [
+    *('--ckpt-format', 'torch_dist'),
+    # the padded vocabulary must not depend on the TP size
+    *('--make-vocab-size-divisible-by', '16', '--vocab-size', '63'),
+]
+LAST = 6
 
 
 @dataclass
@@ -81,49 +85,61 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_weights_and_optimizer_state_arrive(name, tmp_path):
-    case = CASES[name]
-    common = [
-        *SAVE_FORMAT,
-        *VOCABULARY,
-        *case.model,
-        *case.training,
-        f'--cpu-optimizer={case.optimizer}',
-    ]
-    torchrun(
-        world_size(case.source),
-        'tests.cpu_megatron.pretrain',
-        'gpt',
-        *common,
-        *case.save,
-        *parallel(case.source),
-        f'--save={tmp_path}/gpt',
+@pytest.fixture(scope='module')
+def work(tmp_path_factory):
+    """Every case's GPT run, then, in fresh processes, every case's hybrid run."""
+    work = tmp_path_factory.mktemp('into_hybrid')
+    for side in ('source', 'target'):
+        launches = {}
+        for name, case in CASES.items():
+            processes = world_size(getattr(case, side)), case.optimizer
+            run = source_run if side == 'source' else target_run
+            (work / name).mkdir(exist_ok=True)
+            launches.setdefault(processes, []).append(run(case, work / name))
+        two_at_once(
+            partial(
+                launch,
+                ranks,
+                tasks,
+                work / f'{side}.{ranks}.{optimizer}',
+                CPU_MEGATRON_OPTIMIZER=optimizer,
+            )
+            for (ranks, optimizer), tasks in launches.items()
+        )
+    return work
+
+
+def source_run(case, path):
+    arguments = [
+        *(*COMMON, *case.model, *case.training, *case.save, *parallel(case.source)),
+        f'--save={path}/gpt',
         f'--save-interval={LAST_SAVED}',
-        f'--cpu-log={tmp_path}/gpt.log',
-    )
-    (tmp_path / 'gpt' / 'latest_checkpointed_iteration.txt').write_text(str(LAST_SAVED))
-    torchrun(
-        world_size(case.target),
-        'tests.cpu_megatron.load_and_save_again',
-        f'{tmp_path}/record',
-        'hybrid',
+    ]
+    return {'kind': 'gpt', 'arguments': arguments, 'log': f'{path}/gpt.log'}
+
+
+def target_run(case, path):
+    arguments = [
         f'--hybrid-layer-pattern={case.pattern}',
-        *common,
-        *case.load,
-        *parallel(case.target),
-        f'--load={tmp_path}/gpt',
-        f'--cpu-log={tmp_path}/hybrid.log',
-    )
+        *(*COMMON, *case.model, *case.training, *case.load, *parallel(case.target)),
+        f'--load={path}/gpt',
+    ]
+    files = {'log': f'{path}/hybrid.log', 'record': f'{path}/record'}
+    return {'kind': 'hybrid', 'arguments': arguments, **files}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_weights_and_optimizer_state_arrive(work, name):
+    case, path = CASES[name], work / name
     pattern = case.pattern.replace('|', '')
-    gpt = read_tensors(f'{tmp_path}/gpt/iter_000000{LAST_SAVED}')
-    fresh = read_tensors(f'{tmp_path}/record/fresh/iter_0000001')
-    loaded = read_tensors(f'{tmp_path}/record/loaded/iter_0000001')
+    gpt = read_tensors(path / f'gpt/iter_000000{LAST_SAVED}')
+    fresh = read_tensors(path / 'record/fresh/iter_0000001')
+    loaded = read_tensors(path / 'record/loaded/iter_0000001')
     model_only = '--no-load-optim' in case.load
     assert_sourced(loaded, gpt, fresh, pattern, with_optimizer=not model_only)
 
-    continued = read_log(f'{tmp_path}/gpt.log')[LAST_SAVED:]
-    steps = read_log(f'{tmp_path}/hybrid.log')
+    continued = read_log(path / 'gpt.log')[LAST_SAVED:]
+    steps = read_log(path / 'hybrid.log')
     assert [step['iteration'] for step in steps] == list(range(LAST_SAVED + 1, LAST + 1))
     if case.keeps_reduction_order and 'M' not in pattern and not model_only:
         assert steps == continued

@@ -2,7 +2,6 @@
 
 import argparse
 import io
-import json
 from dataclasses import dataclass
 
 import numpy
@@ -11,9 +10,8 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from tests.cpu_megatron.recorder import read_log
-from tests.cpu_megatron.torchrun import torchrun
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_objects, read_tensors
-from tests.unit_tests.dist_checkpointing.round_trip_runs import LAST_SAVED
+from tests.unit_tests.dist_checkpointing.load_runs import LAST_SAVED, launch
 
 COMMON = [
     *('--ckpt-format=torch_dist', f'--save-interval={LAST_SAVED}'),
@@ -84,9 +82,7 @@ def work(tmp_path_factory):
                         'log': f'{work}/{name}/{run}.log',
                     }
                 )
-        (work / f'tasks.{ranks}').write_text(json.dumps(tasks))
-        target = 'tests.unit_tests.dist_checkpointing.round_trip_runs'
-        torchrun(ranks, target, f'{work}/tasks.{ranks}')
+        launch(ranks, tasks, work / f'tasks.{ranks}')
     return work
 
 
