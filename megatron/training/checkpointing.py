@@ -205,6 +205,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
         load.retarget = retarget_sharded_state_dict_to_gpt_checkpoint
     _set_up_optimizer(load, args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
+    _compare_order(load.layer_maps, args.hybrid_layer_pattern)
     if load.layout is not None and load.layout.mtp_depths and not load.layer_maps.mtp_pattern:
         print_rank_0(
             f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
@@ -248,13 +249,7 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
         f'{layer_maps.num_gpt_layers} GPT layers; optimizer state '
         f'{"is loaded" if load.load_optim else "starts fresh"}.'
     )
-    pairs = zip(layer_maps.attention_to_gpt, layer_maps.mlp_to_gpt, strict=True)
-    if any(mlp != attention + 1 for attention, mlp in pairs):
-        print_rank_0(
-            f'> WARNING: the hybrid model computes its layers in the order '
-            f'{hybrid_checkpoint_pattern(load.layout)!r}, a GPT model each MLP after its '
-            f'attention: the same weights will compute something else.'
-        )
+    _compare_order(layer_maps, hybrid_checkpoint_pattern(load.layout))
     _compare_arguments(args, ckpt_args)
 
 
@@ -275,6 +270,14 @@ def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
         print_rank_0(
             f'> WARNING: {len(layer_maps.fresh_init)} hybrid layer(s) have no source in the GPT '
             f'checkpoint and start from their fresh initialisation.'
+        )
+
+
+def _compare_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> None:
+    if not layer_maps.keeps_gpt_order:
+        print_rank_0(
+            f'> WARNING: the hybrid model computes its layers in the order {pattern!r}, a GPT '
+            f'model each MLP after its attention: the same weights will compute something else.'
         )
 
 

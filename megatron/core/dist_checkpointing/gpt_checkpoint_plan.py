@@ -109,6 +109,11 @@ def describe(
         yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
     elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
+    if not layer_maps.keeps_gpt_order:
+        yield (
+            'Not in the order of a GPT model, each MLP after its attention: the same weights will '
+            'compute something else.'
+        )
     yield from describe_optimizer(layout, common)
 
 

@@ -42,6 +42,13 @@ class GPTCompatLayerMaps:
     indexed: bool = False
     mtp_pattern: str = ''
 
+    @property
+    def keeps_gpt_order(self) -> bool:
+        """Whether the layers with a source are computed as in GPT, each MLP after its attention."""
+        pairs = zip(self.attention_to_gpt, self.mlp_to_gpt, strict=True)
+        in_gpt_order = [layer for pair in pairs for layer in pair]
+        return in_gpt_order == sorted(in_gpt_order)
+
     def gpt_layer(self, hybrid_layer: int) -> int | None:
         """GPT layer that ``hybrid_layer`` reads; None for a layer that starts fresh.
 

@@ -46,6 +46,13 @@ def test_maps_pair_the_ith_positions():
 
 
 @pytest.mark.parametrize(
+    'pattern, keeps', [('M*M-*M-', True), ('**--', False), ('*-*M*--', False), ('E*', False)]
+)
+def test_maps_tell_whether_layers_are_computed_in_another_order(pattern, keeps):
+    assert interop.gpt_compatible_layer_maps(pattern).keeps_gpt_order is keeps
+
+
+@pytest.mark.parametrize(
     'pattern, reason',
     [
         (None, 'empty'),
@@ -406,6 +413,9 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
         'Optimizer state: fully_reshardable',
         'Will load, with its optimizer state.',
     ]
+    assert not any('order' in line for line in lines)
+    assert main([str(tmp_path), '*M*--']) == 0
+    assert 'Not in the order of a GPT model' in capsys.readouterr().out
     for path, pattern, reason in [
         (tmp_path, '*-', '2 layers'),
         (tmp_path, '*E*E', 'dense'),
