@@ -18,7 +18,7 @@ ON_GPU = {
     'NVTE_ALLOW_NONDETERMINISTIC_ALGO': '0',
 }
 
-_installed = False
+_installed_adam = None
 
 
 def on_gpu() -> bool:
@@ -31,9 +31,15 @@ def install() -> None:
 
     ``CPU_MEGATRON_OPTIMIZER=fused_adam`` in the environment gives megatron an Adam with FusedAdam's
     conventions instead of torch's, unless it finds Transformer Engine's.
+
+    Raises:
+        RuntimeError: the process has been prepared with the other Adam.
     """
-    global _installed
-    if _installed:
+    global _installed_adam
+    adam = os.environ.get('CPU_MEGATRON_OPTIMIZER', 'torch_adam')
+    if _installed_adam not in (None, adam):
+        raise RuntimeError(f'this process has {_installed_adam} already, {adam} comes too late')
+    if _installed_adam:
         return
     from tests.cpu_megatron import (
         collectives,
@@ -48,9 +54,9 @@ def install() -> None:
         collectives.install()
     mamba_reference.install()
     hooks.install()
-    if os.environ.get('CPU_MEGATRON_OPTIMIZER', 'torch_adam') == 'fused_adam':
+    if adam == 'fused_adam':
         fused_adam_convention.install()
-    _installed = True
+    _installed_adam = adam
 
 
 def activate_overlay() -> None:

@@ -27,6 +27,25 @@ def free_port() -> int:
             return port
 
 
+def environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    """The variables of a run: this process's and, on top, those given."""
+    # megatron keeps its choice of attention in NVTE_ variables, which a run would inherit.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith('NVTE_')}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get('PYTHONPATH')]))
+    return {**inherited, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': path, **(env or {})}
+
+
+def of_rank(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """The variables that make a process one rank of a run on this machine."""
+    return {
+        'RANK': str(rank),
+        'LOCAL_RANK': str(rank),
+        'WORLD_SIZE': str(nproc),
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(port),
+    }
+
+
 def torchrun(
     nproc: int,
     target: str,
@@ -49,31 +68,16 @@ def torchrun(
     Raises:
         AssertionError: the run failed or took too long; the message ends with its output's tail.
     """
-    # megatron keeps its choice of attention in NVTE_ variables, which a run would inherit.
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith('NVTE_')}
-    environment = {
-        **inherited,
-        'OMP_NUM_THREADS': '1',
-        'PYTHONPATH': os.pathsep.join(
-            filter(None, [str(REPOSITORY), os.environ.get('PYTHONPATH')])
-        ),
-        **(env or {}),
-    }
+    variables = environment(env)
     if nproc == 1:
         command = [sys.executable, '-m', target, *args]
-        environment |= {
-            'RANK': '0',
-            'LOCAL_RANK': '0',
-            'WORLD_SIZE': '1',
-            'MASTER_ADDR': '127.0.0.1',
-            'MASTER_PORT': str(free_port()),
-        }
+        variables |= of_rank(0, 1, free_port())
     else:
         launcher = ['torch.distributed.run', '--standalone', f'--nproc-per-node={nproc}']
         command = [sys.executable, '-m', *launcher, '-m', target, *args]
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=variables,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,13 +1,15 @@
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 import tests.cpu_megatron as cpu_megatron
-from tests.cpu_megatron import fused_adam_convention
-from tests.cpu_megatron.torchrun import REPOSITORY, torchrun
+from tests.cpu_megatron import fused_adam_convention, warm
+from tests.cpu_megatron.torchrun import REPOSITORY, free_port, torchrun
 
 ON_A_GPU = """
 import sys
@@ -87,11 +89,25 @@ def test_fused_adam_convention_is_adamw():
     assert 'step' not in fused.param_groups[1]
 
 
-def test_torchrun_shows_the_end_of_a_failed_run():
-    with pytest.raises(AssertionError, match='invalid choice'):
-        torchrun(1, 'tests.cpu_megatron.pretrain', 'bert')
+@pytest.mark.parametrize('launcher', [torchrun, warm.run])
+def test_the_end_of_a_failed_run_is_shown(launcher):
+    with pytest.raises(AssertionError, match='exited with 2(.|\n)*invalid choice'):
+        launcher(1, 'tests.cpu_megatron.pretrain', 'bert')
 
 
-def test_torchrun_ends_a_run_that_takes_too_long():
+@pytest.mark.parametrize('launcher', [torchrun, warm.run])
+def test_a_run_that_takes_too_long_is_ended(launcher):
+    port = free_port()
     with pytest.raises(AssertionError, match='took more than'):
-        torchrun(1, 'http.server', '0', timeout=3)
+        launcher(1, 'http.server', str(port), timeout=3)
+    ends = time.monotonic() + 20
+    while True:
+        with socket.socket() as client:
+            if client.connect_ex(('127.0.0.1', port)):
+                return
+        assert time.monotonic() < ends
+
+
+def test_an_adam_that_comes_too_late_is_told():
+    with pytest.raises(AssertionError, match='torch_adam already'):
+        warm.run(1, 'tests.cpu_megatron.pretrain', 'gpt', '--cpu-optimizer', 'fused_adam')

@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
+from tests.cpu_megatron import warm
 from tests.cpu_megatron.load_and_save_again import recording_loads
 from tests.cpu_megatron.pretrain import prepare, run
-from tests.cpu_megatron.torchrun import torchrun
 from tests.unit_tests.optimizer.resume_runs import write_tracker
 
 LAST_SAVED = 3
@@ -29,7 +29,7 @@ LAST_SAVED = 3
 def launch(nproc: int, tasks: list[dict], file: Path, **env: str) -> None:
     """Start the processes that do the tasks; ``file`` is written for them."""
     file.write_text(json.dumps(tasks))
-    torchrun(nproc, 'tests.unit_tests.dist_checkpointing.load_runs', str(file), env=env)
+    warm.run(nproc, 'tests.unit_tests.dist_checkpointing.load_runs', str(file), env=env)
 
 
 @contextmanager

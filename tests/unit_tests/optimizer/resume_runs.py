@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from tests.cpu_megatron import warm
 from tests.cpu_megatron.pretrain import prepare, run
-from tests.cpu_megatron.torchrun import torchrun
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def write_tracker(checkpoints: Path, iteration: int) -> None:
 def launch(nproc: int, tasks: list[dict], file: Path, **env: str) -> None:
     """Start the processes that do the tasks; ``file`` is written for them."""
     file.write_text(json.dumps(tasks))
-    torchrun(nproc, 'tests.unit_tests.optimizer.resume_runs', str(file), env=env)
+    warm.run(nproc, 'tests.unit_tests.optimizer.resume_runs', str(file), env=env)
 
 
 def read_records(result: Path) -> list[dict]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu_megatron.torchrun import torchrun, two_at_once
+from tests.cpu_megatron import warm
+from tests.cpu_megatron.torchrun import two_at_once
 
 ADAMS = ('torch_adam', 'fused_adam')
 EVERYWHERE = {
@@ -44,7 +45,7 @@ def results(tmp_path_factory) -> dict[tuple[str, int], dict]:
 
 
 def _run(adam: str, nproc: int, file: Path) -> None:
-    torchrun(
+    warm.run(
         nproc,
         'tests.unit_tests.optimizer.facts',
         *('--results', str(file)),

@@ -9,8 +9,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.checkpoint_command import main
 from megatron.core.optimizer.resume_report import ResumeReport, describe, read_resume_report
 
+from tests.cpu_megatron import warm
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, model_parallel
-from tests.cpu_megatron.torchrun import REPOSITORY, torchrun
+from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.unit_tests.optimizer.leaked_steps import save_with_leaked_steps
 
 
@@ -50,13 +51,13 @@ def test_leaked_steps_are_counted(checkpoints):
 
 
 def test_real_run_with_offload_and_tracker(tmp_path):
-    torchrun(
+    warm.run(
         1,
         'tests.cpu_megatron.pretrain',
-        *('gpt', '--cpu-optimizer', 'fused_adam', '--train-iters', '3', '--save', str(tmp_path)),
+        *('gpt', '--train-iters', '3', '--save', str(tmp_path)),
         *('--bf16', '--use-distributed-optimizer', '--use-precision-aware-optimizer'),
         *('--optimizer-cpu-offload', '--optimizer-offload-fraction', '0.5'),
-        env={'MEGATRON_OVERLAY': '0'},
+        env={'MEGATRON_OVERLAY': '0', 'CPU_MEGATRON_OPTIMIZER': 'fused_adam'},
     )
     report = read_resume_report(tmp_path)
     directory = tmp_path / 'iter_0000003'

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.cpu_megatron.torchrun import torchrun
+from tests.cpu_megatron import warm
 
 DISTRIBUTED = ['--ckpt-format=torch_dist', '--use-distributed-optimizer']
 RESHARDABLE = [*DISTRIBUTED, '--dist-ckpt-optim-fully-reshardable']
@@ -65,11 +65,11 @@ def checkpoints(tmp_path_factory):
         for name, (kind, *arguments) in CHECKPOINTS.items()
     ]
     (root / 'tasks').write_text(json.dumps(tasks))
-    torchrun(1, 'tests.unit_tests.optimizer.resume_runs', str(root / 'tasks'))
+    warm.run(1, 'tests.unit_tests.optimizer.resume_runs', str(root / 'tasks'))
     unfinished = [name for name in CHECKPOINTS if not (root / name / TRACKER).is_file()]
     assert not unfinished
     for name, (changes, arguments) in WITH_OTHER_ARGUMENTS.items():
-        torchrun(
+        warm.run(
             1,
             'tests.unit_tests.training.save_with_args',
             json.dumps(changes),
@@ -96,14 +96,14 @@ def drop_last_layer(file, key):
 def attempt(cases, checkpoints, tmp_path, *arguments, nproc=1):
     for settings in cases.values():
         settings['load'] = str(checkpoints / settings['load'])
-    run = torchrun(
+    output = warm.run(
         nproc,
         'tests.unit_tests.training.refusals',
         f'{tmp_path}/out.json',
         json.dumps(cases),
         *arguments,
     )
-    return json.loads((tmp_path / 'out.json').read_text()), run.stdout
+    return json.loads((tmp_path / 'out.json').read_text()), output
 
 
 # name of the attempt -> (arguments that differ, what the message has to say)

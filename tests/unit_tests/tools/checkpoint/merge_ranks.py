@@ -1,7 +1,6 @@
 """Ranks of a merge as forked processes: cheap enough to kill, blind and confuse them at will."""
 
 import ctypes
-import inspect
 import multiprocessing
 import os
 import queue
@@ -107,12 +106,10 @@ def merge_in_existing_groups(
 ) -> list[float]:
     """The caller's group is used, whatever its backend, and stays usable."""
     store, rank, size = next(dist.rendezvous('env://'))  # type: ignore[attr-defined]
-    # the server that ranks are forked from may have the CPU package, which makes any backend gloo
-    init_process_group = inspect.unwrap(dist.init_process_group)
     totals = []
     for index, backend in enumerate(backends):
         own = dist.PrefixStore(f'{index}', store)
-        init_process_group(backend, store=own, rank=rank, world_size=size)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size)
         merge(inputs, weights, root / f'{index}')
         total = torch.tensor(float(rank + 1))
         dist.all_reduce(total, group=dist.new_group(backend='gloo'))

@@ -1,41 +1,26 @@
-"""Real ``megatron.training`` runs for the converter's tests, forked from a warm process.
+"""Real ``megatron.training`` runs for the converter's tests.
 
-Each rank is forked from a server that has torch and megatron loaded, so a run costs its training
-only. What a run computed is recorded under names that don't depend on the layout: those of the
-model's own parameters, with Megatron's global layer number.
+    torchrun … -m tests.unit_tests.tools.checkpoint.pp_vpp_runs RECORD KIND [megatron arguments]
+
+What a run computed goes to RECORD (``-``: nowhere), a file a rank, under names that don't depend on
+the layout: those of the model's own parameters, with Megatron's global layer number.
 """
 
-import multiprocessing
 import os
-import tempfile
-import time
-import traceback
+import sys
 from pathlib import Path
 
 import torch
 
-from tests.cpu_megatron.torchrun import free_port
+from tests.cpu_megatron import pretrain, warm
 
-WARM = 'tests.unit_tests.tools.checkpoint.pp_vpp_warm'
 TINY = (
     '--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 8 '
     '--max-position-embeddings 8 --ckpt-format torch --clip-grad 1000'
 ).split()  # the gradient norm is computed, and changes no gradient
 
-_context = None
 
-
-def context():
-    """The fork server's; started on first use."""
-    global _context
-    if _context is None:
-        os.environ.setdefault('OMP_NUM_THREADS', '1')
-        _context = multiprocessing.get_context('forkserver')
-        _context.set_forkserver_preload([WARM])
-    return _context
-
-
-def run(nproc, *arguments, record=None, optimizer='torch_adam', kind='gpt', timeout=180):
+def run(nproc, *arguments, record=None, optimizer='torch_adam', kind='gpt'):
     """Train in ``nproc`` ranks and wait.
 
     Args:
@@ -45,54 +30,23 @@ def run(nproc, *arguments, record=None, optimizer='torch_adam', kind='gpt', time
         optimizer: 'torch_adam', or 'fused_adam' for its conventions
     """
     words = [word for argument in arguments for word in str(argument).split()]
-    port = free_port()
-    with tempfile.NamedTemporaryFile('r', prefix='pp-vpp-run-', suffix='.log') as log:
-        settings = (nproc, port, kind, [*TINY, *words], record, optimizer, log.name)
-        processes = [
-            context().Process(target=_rank, args=(rank, *settings)) for rank in range(nproc)
-        ]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0, deadline - time.monotonic()))
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-        codes = [process.exitcode for process in processes]
-        assert codes == [0] * nproc, f'{words}: {codes}\n{log.read()[-4000:]}'
-
-
-def _rank(rank, world, port, kind, words, record, optimizer, log):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        MASTER_ADDR='127.0.0.1',
-        MASTER_PORT=str(port),
+    warm.run(
+        nproc,
+        'tests.unit_tests.tools.checkpoint.pp_vpp_runs',
+        *(str(record or '-'), kind, *TINY, *words),
+        env={'CPU_MEGATRON_OPTIMIZER': optimizer},
     )
-    torch.set_num_threads(1)
-    import tests.cpu_megatron.pretrain as pretrain
 
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+
+def main():
+    """See above."""
+    record, *arguments = sys.argv[1:]
+    torch.set_num_threads(1)
+    pretrain.prepare(simulate_devices=False)
     _forbid_lenient_loading()
-    try:
-        if optimizer == 'fused_adam':
-            _use_fused_adam()
-        if record:
-            _record(Path(record), rank)
-        pretrain.main([kind, *words])
-    except SystemExit as stop:
-        if stop.code not in (None, 0):
-            traceback.print_exc()
-            os._exit(1)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    if record != '-':
+        _record(Path(record), int(os.environ['RANK']))
+    pretrain.main(arguments)
 
 
 def _forbid_lenient_loading():
@@ -104,15 +58,6 @@ def _forbid_lenient_loading():
         return load_state_dict(self, state_dict, strict, **kwargs)
 
     torch.nn.Module.load_state_dict = strictly
-
-
-def _use_fused_adam():
-    """What ``megatron.core.optimizer`` would have imported had it found Apex."""
-    import megatron.core.optimizer as optimizer
-
-    from tests.cpu_megatron.fused_adam_convention import FusedAdam
-
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
 
 
 def _record(directory, rank):
@@ -225,3 +170,7 @@ def differences(one, other):
             else one[key] != other[key]
         )
     )
+
+
+if __name__ == '__main__':
+    main()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from tests.cpu_megatron import session
-from tests.cpu_megatron.torchrun import torchrun
+from tests.cpu_megatron import session, warm
 from tests.unit_tests.tools.checkpoint.handmade import assert_same, load_tensors, plain_merge
 from tools.checkpoint.weighted_merge import main
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
@@ -131,7 +130,7 @@ def test_a_merged_checkpoint_loads_in_a_real_run(tmp_path, monkeypatch):
     for name in ('FLASH', 'FUSED', 'UNFUSED'):  # set by models built in this process
         monkeypatch.delenv(f'NVTE_{name}_ATTN', raising=False)
     pretrain = 'tests.cpu_megatron.pretrain'
-    torchrun(
+    warm.run(
         1,
         pretrain,
         'gpt',
@@ -163,7 +162,7 @@ def test_a_merged_checkpoint_loads_in_a_real_run(tmp_path, monkeypatch):
         == 0
     )
     # a learning rate of zero: what is dumped after a step is what was loaded
-    torchrun(
+    warm.run(
         1,
         pretrain,
         'gpt',
