@@ -12,8 +12,10 @@ import types
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing import load_content_metadata
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     check_sources,
@@ -44,7 +46,6 @@ from megatron.core.dist_checkpointing.saved_arguments import (
     other_weights,
     saved_pattern,
 )
-from megatron.core.dist_checkpointing.serialization import load_content_metadata
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.training.global_vars import get_args
@@ -70,7 +71,7 @@ class _Load:
     """
 
     model: list
-    optimizer: object
+    optimizer: Any
     layout: CheckpointLayout | None = None
     content_metadata: dict | None = None
     release: bool = False
@@ -112,7 +113,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     load = _current_load
     to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
-        to_read = _point_at_checkpoint(load, args, sharded_state_dict)
+        to_read = _point_at_checkpoint(load, load.layer_maps, args, sharded_state_dict)
     with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
@@ -301,7 +302,9 @@ def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:
     return layout.family == 'hybrid'
 
 
-def _point_at_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, int]:
+def _point_at_checkpoint(
+    load: _Load, layer_maps: GPTCompatLayerMaps, args, sharded_state_dict
+) -> dict[Shard, int]:
     """Make ``sharded_state_dict`` read the checkpoint; returns what has to be read then."""
     parts = {
         key: part
@@ -310,10 +313,10 @@ def _point_at_checkpoint(load: _Load, args, sharded_state_dict) -> dict[Shard, i
     }
     if load.retarget is not None:
         for part in parts.values():
-            load.retarget(part, load.layer_maps)
+            load.retarget(part, layer_maps)
     to_read = {}
     if load.layout is not None:
-        to_read = check_sources(parts, load.layout, bool(load.layer_maps.mtp_pattern))
+        to_read = check_sources(parts, load.layout, bool(layer_maps.mtp_pattern))
     wants_optimizer = not args.no_load_optim and not args.finetune
     if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
         raise RuntimeError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 _PLACE_AND_WRAPPERS_RE = re.compile(
-    r'^((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
+    r'((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
 )
 
 
@@ -30,9 +30,9 @@ class CheckpointNames:
         start = f'{place}.' if place else ''
         # What the pattern looks at ends before a model's layers, and is the same for most keys.
         heads = {''.join(key.partition('.layers.')[:2]) for key in self.keys}
-        found = {_PLACE_AND_WRAPPERS_RE.match(head.removeprefix(start)).groups() for head in heads}
-        self._places = {f'{start}{below}' for below, _ in found}
-        self._prefixes = {prefix for _, prefix in found}
+        found = [_PLACE_AND_WRAPPERS_RE.match(head.removeprefix(start)) for head in heads]
+        self._places = {f'{start}{match[1]}' for match in found if match}
+        self._prefixes = {match[2] for match in found if match}
 
     def prefixes(self, name: str, place: str | None = None) -> dict[str, str]:
         """The ``module.`` prefixes that ``name`` is stored under, with the whole names.

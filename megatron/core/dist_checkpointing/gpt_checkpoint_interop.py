@@ -296,7 +296,7 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
 
 
 def _own_name(key: str) -> str:
-    return key[_OWN_PREFIX_RE.match(key).end() :]
+    return _OWN_PREFIX_RE.sub('', key, count=1)
 
 
 def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) -> str | None:

@@ -109,7 +109,7 @@ def gpt_compatible_layer_maps(
     strangers = sorted(set(symbols + mtp_symbols).difference(supported))
     if strangers:
         raise refuse(f'no layer of it provides {strangers}; supported are {supported}.')
-    if parsed.mtp_num_depths:
+    if layout is not None and parsed.mtp_num_depths:
         _check_mtp(parsed, attention_symbol, layout, refuse)
     if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
         raise refuse("it mixes dense ('-') and MoE ('E') MLPs, GPT layers are all alike.")

@@ -70,7 +70,7 @@ class NotesReads:
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """The planner's own."""
-        super().commit_tensor(read_item, tensor)
+        super().commit_tensor(read_item, tensor)  # type: ignore[misc]  # a planner's
         if _current is not None:
             _current.note(read_item)
 
@@ -123,7 +123,7 @@ def _gather(shards: Iterable[Shard]) -> set[bytes]:
     """Digests of all ranks' shards; 8 bytes each, since there can be millions."""
     if not torch.distributed.is_initialized():
         return set()
-    gathered = [None] * torch.distributed.get_world_size()
+    gathered = [b''] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, b''.join(map(_digest, shards)))
     return {part[i : i + 8] for part in gathered for i in range(0, len(part), 8)}
 

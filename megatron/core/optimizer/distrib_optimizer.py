@@ -34,7 +34,7 @@ HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
 _TorchAdam = (torch.optim.Adam, torch.optim.AdamW)
 
 
-class DistributedOptimizer(upstream.DistributedOptimizer):
+class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-defined]
     """Upstream's, with every part of the loaded state where the next step looks for it.
 
     ``step`` comes from the parameter groups and from nowhere else. Moments and main parameters are

@@ -10,7 +10,7 @@ upstream = megatron_overlay.upstream(__name__)
 _SPLIT_BY = 'is_expert_parallel'
 
 
-class ChainedOptimizer(upstream.ChainedOptimizer):
+class ChainedOptimizer(upstream.ChainedOptimizer):  # type: ignore[name-defined]
     """Upstream's, loading model-space state that another expert parallel size was saved from.
 
     The state of parameters follows the run's own structure already. Only the groups' settings

@@ -131,7 +131,10 @@ def describe_foreign(directory: Path) -> str:
         return f"can't be read: {one_line(error)}"
     missing = f'no {CONFIG_NAME}'
     if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
-        return f'{missing}: a legacy `torch` checkpoint (mp_rank_*); see convert_ckpt_pp_vpp.py'
+        return (
+            f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; a training '
+            'run with --ckpt-convert-format torch_dist saves it again as that'
+        )
     if any(name.endswith('.safetensors') for name in names) or 'config.json' in names:
         return f'{missing}: a Hugging Face checkpoint, expected torch_dist'
     if any(parse_iteration_dirname(name) is not None for name in names):

@@ -50,7 +50,7 @@ class MergeResult:
             torch and megatron-core themselves
         narrowed: fp32 tensors saved in a narrower dtype
         nonfinite_inputs: ``source: key`` to the number of its elements that aren't finite
-        left_out: number of entries of training state left unread
+        left_out: number of entries of training state left unread, of all inputs together
         warnings: what the user should know
         timings: where the time went
     """
@@ -91,7 +91,7 @@ def plan_text(result: MergeResult) -> str:
         + ', '.join(_some([format_bytes(size) for size in result.rank_bytes])),
     ]
     if result.left_out:
-        lines.append(f'  {result.left_out} entries of training state left unread')
+        lines.append(f'  {result.left_out} entries of training state in all left unread')
     if result.narrowed:
         lines.append('  fp32 tensors narrowed: ' + ', '.join(_some(result.narrowed)))
     return '\n'.join(lines + [f'warning: {text}' for text in result.warnings])

@@ -7,5 +7,5 @@ import megatron_overlay
 upstream = megatron_overlay.upstream(__name__)
 
 
-class MCoreLoadPlanner(NotesReads, upstream.MCoreLoadPlanner):
+class MCoreLoadPlanner(NotesReads, upstream.MCoreLoadPlanner):  # type: ignore[name-defined]
     """Upstream's, which notes what arrives in the current ``ReadRecord``."""

@@ -31,8 +31,10 @@ def _keep_own_name(cls: type) -> None:
 _keep_own_name(upstream.HybridDeviceOptimizer)
 
 
-class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):
+class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):  # type: ignore[name-defined]
     """Upstream's, with inner parameters, steps and devices right after every kind of load."""
+
+    param_to_fp32_param: dict
 
     def step(self, closure=None):
         """Upstream's; the first step starts from the parameters as they are now.
