@@ -3,6 +3,8 @@
 Tests marked ``gpu`` start processes on a GPU; they are skipped where there is none.
 """
 
+import logging
+
 import pytest
 
 import tests.cpu_megatron as cpu_megatron
@@ -10,6 +12,10 @@ from tests.cpu_megatron import facade
 
 cpu_megatron.install()
 cpu_megatron.activate_overlay()
+
+# With a handler there already, megatron.training's basicConfig makes none: its would go on writing
+# to the stderr of the test that happened to import it.
+logging.getLogger().addHandler(logging.NullHandler())
 
 
 def pytest_collection_modifyitems(items):
