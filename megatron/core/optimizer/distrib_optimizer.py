@@ -29,8 +29,6 @@ import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
-
-
 _TorchAdam = (torch.optim.Adam, torch.optim.AdamW)
 
 
