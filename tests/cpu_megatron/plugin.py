@@ -3,6 +3,7 @@
 Tests marked ``gpu`` start processes on a GPU; they are skipped where there is none.
 """
 
+import gc
 import logging
 
 import pytest
@@ -16,6 +17,11 @@ cpu_megatron.activate_overlay()
 # With a handler there already, megatron.training's basicConfig makes none: its would go on writing
 # to the stderr of the test that happened to import it.
 logging.getLogger().addHandler(logging.NullHandler())
+
+
+def pytest_collection_finish():
+    # megatron collects garbage with every checkpoint; what has been imported by now is none
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -6,6 +6,7 @@ They are forked from a server, one for each of the settings that megatron is imp
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import runpy
@@ -89,6 +90,8 @@ def serve(requests: socket.socket) -> None:
         'tests.cpu_megatron.session',
     ):
         __import__(module)
+    # megatron collects garbage several times a run; what is imported is none
+    gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         request, (connection, output), _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 2)
