@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 _PLACE_AND_WRAPPERS_RE = re.compile(
-    r'((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
+    r'^((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
 )
 
 
