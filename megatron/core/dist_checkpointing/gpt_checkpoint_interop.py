@@ -296,7 +296,8 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
 
 
 def _own_name(key: str) -> str:
-    return _OWN_PREFIX_RE.sub('', key, count=1)
+    prefix = _OWN_PREFIX_RE.match(key)
+    return key[prefix.end() :] if prefix else key
 
 
 def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) -> str | None:
