@@ -26,6 +26,7 @@ def main() -> None:
 
     def timed_load(*load_arguments, **options):
         args = get_args()
+        gc.freeze()  # a load collects garbage; going through all that is imported isn't its own
         for _ in range(int(loads)):
             # load_checkpoint wants to be the first one in its process.
             args.consumed_train_samples = args.consumed_valid_samples = 0
