@@ -19,8 +19,20 @@ same functions serve it.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+if __name__ == '__main__':
+    if not __package__:  # by its path, in a checkout
+        sys.path[0] = __file__.rsplit('/megatron/', 1)[0]
+    try:
+        from megatron_overlay.tools.checkpoint.gpt_into_hybrid import main
+    except ModuleNotFoundError:
+        # In a checkout the tools are beside the overlay's package, not below it.
+        from tools.checkpoint.gpt_into_hybrid import main
+
+    raise SystemExit(main())
 
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
@@ -324,13 +336,3 @@ def _rename_final_norm(key: str | None) -> str | None:
         if name.startswith(hybrid):
             return key.removesuffix(name) + gpt + name.removeprefix(hybrid)
     return key
-
-
-if __name__ == '__main__':
-    try:
-        from megatron_overlay.tools.checkpoint.gpt_into_hybrid import main
-    except ModuleNotFoundError:
-        # In a checkout the tools are beside the overlay's package, not below it.
-        from tools.checkpoint.gpt_into_hybrid import main
-
-    raise SystemExit(main())

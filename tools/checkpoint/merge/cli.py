@@ -131,7 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar='N',
         help='iteration of the output, recorded in its common state and in the tracker beside it '
-        '(range: default E)',
+        '(range: default E; pairs: default none, and then '
+        'no tracker, without which --load finds nothing)',
     )
     output.add_argument(
         '--merge-save-dtype',

@@ -174,14 +174,19 @@ def prepare(request: Request, world_size: int) -> Prepared:
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,
         left_out=sum(len(source.left_out) for source in sources),
-        warnings=_warnings(inputs, common),
+        warnings=_warnings(inputs, common, iteration),
         dry_run=request.dry_run,
     )
     return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
-def _warnings(inputs: Inputs, common: CommonState) -> list[str]:
+def _warnings(inputs: Inputs, common: CommonState, iteration: int | None) -> list[str]:
     found = []
+    if iteration is None:
+        found.append(
+            'no tracker is written, and --load starts from random weights where it finds none; '
+            'pass --output-iteration'
+        )
     total = sum(inputs.weights)
     if min(inputs.weights) < 0 or abs(total - 1) > 1e-6:
         found.append(
