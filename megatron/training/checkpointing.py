@@ -97,7 +97,7 @@ def load_checkpoint(
     outer, _current_load = _current_load, _Load(list(ddp_model), optimizer)
     try:
         guard = _strict_but_for_extra_state(_current_load) if strict else nullcontext()
-        with guard:
+        with guard, _finetuning_keeps_the_optimizer(_current_load):
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
@@ -130,6 +130,8 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
 
 
 def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release, ckpt_type) -> None:
+    if ckpt_type is CheckpointType.LEGACY:
+        _refuse_legacy_gpt(load, state_dict, checkpoint_name)
     if ckpt_type not in (CheckpointType.GLOBAL, CheckpointType.FSDP_DTENSOR):
         return
     if _find_module(load.model, (GPTModel, HybridModel)) is not None:
@@ -145,6 +147,23 @@ def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release,
         raise RuntimeError(
             f'{checkpoint_name}: a GPT checkpoint in fsdp_dtensor format goes into a hybrid run '
             f'from megatron-core 0.19 on; save it as torch_dist, or upgrade.'
+        )
+
+
+def _refuse_legacy_gpt(load: _Load, state_dict, checkpoint_name) -> None:
+    keys = {
+        '.'.join(key.split('.')[3:4])
+        for name, chunk in state_dict.items()
+        if _MODEL_RE.fullmatch(name)
+        for key in chunk
+        if key.startswith('decoder.layers.0.')
+    }
+    # a layer of a hybrid model has one of them
+    if {'self_attention', 'mlp'} <= keys and _find_module(load.model, HybridModel) is not None:
+        raise RuntimeError(
+            f'{checkpoint_name}: a GPT checkpoint in the legacy torch format; a hybrid run takes '
+            f'torch_dist ones. Save it again with pretrain_gpt.py … --ckpt-convert-format '
+            f'torch_dist --ckpt-convert-save DIR.'
         )
 
 
@@ -362,7 +381,55 @@ def _strict_loader(load: _Load, module):
 def _load_optimizer_when_finetuning(load: _Load) -> None:
     # Upstream leaves the optimizer alone then, but for 0.19 and a GPT checkpoint.
     if load.load_optim and load.loaded is not None and get_args().finetune:
+        _take_own_schedule(load.loaded['optimizer'], load.optimizer)
         load.optimizer.load_state_dict(load.loaded['optimizer'])
+
+
+@contextmanager
+def _finetuning_keeps_the_optimizer(load: _Load):
+    """Between GPT and hybrid ``--finetune`` starts the schedule anew, and nothing else.
+
+    Upstream takes the main parameters from the weights then, and by now they have been loaded.
+    """
+    optimizer = load.optimizer
+    if optimizer is None or not get_args().finetune:
+        yield
+        return
+    reload_model_params, load_state_dict = optimizer.reload_model_params, optimizer.load_state_dict
+
+    def reload_unless_loaded(*args, **kwargs):
+        if load.retarget is None or not load.load_optim:
+            reload_model_params(*args, **kwargs)
+
+    def load_with_own_schedule(state_dict):
+        if load.layer_maps is not None:
+            _take_own_schedule(state_dict, optimizer)
+        load_state_dict(state_dict)
+
+    optimizer.reload_model_params = reload_unless_loaded
+    optimizer.load_state_dict = load_with_own_schedule
+    try:
+        yield
+    finally:
+        del optimizer.reload_model_params, optimizer.load_state_dict
+
+
+def _take_own_schedule(state_dict: dict, optimizer) -> None:
+    """Give the loaded groups the run's learning rates, where all groups have the same ones."""
+    stored = list(_stored_groups(state_dict))
+    for name in ('max_lr', 'min_lr'):
+        own = {group.get(name) for group in optimizer.param_groups}
+        if len(own) == 1 and len({group.get(name) for group in stored}) == 1:
+            for group in stored:
+                group[name] = next(iter(own))
+
+
+def _stored_groups(state_dict: dict):
+    if 'optimizer' in state_dict:
+        yield from state_dict['optimizer']['param_groups']
+    else:
+        for part in state_dict.values():
+            yield from _stored_groups(part)
 
 
 def _on_first_rank(read):

@@ -94,9 +94,10 @@ def serve(requests: socket.socket) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        request, (connection, output), _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 2)
+        request, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST, 2)
         if not request:
             return
+        connection, output = descriptors
         if os.fork() == 0:
             requests.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -165,7 +165,14 @@ def check_sources(
         key for key in layout.keys if key.startswith(prefixes) and not key.endswith('_extra_state')
     )
     unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
-    failed = torch.tensor([not missing], dtype=torch.uint8)
+    other_shapes = [
+        entry
+        for entry in entries
+        if entry.key in layout.keys
+        and not entry.allow_shape_mismatch
+        and tuple(entry.global_shape) != tuple(layout.sizes[entry.key])
+    ]
+    failed = torch.tensor([not missing and not other_shapes], dtype=torch.uint8)
     agreed = torch.cat([unread, failed])
     if torch.distributed.is_initialized():
         if torch.distributed.get_backend() == 'nccl':
@@ -176,8 +183,17 @@ def check_sources(
         layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
         raise CheckpointingException(
             f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check {layers}, the tied or untied embeddings '
-            f'and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+            f'({len(missing)} such keys). Check {layers}, the tied or untied embeddings, '
+            f'the MLP kind (--moe-layer-freq) and the MTP depths, or pass --no-load-optim if it '
+            f'is optimizer state.'
+        )
+    if other_shapes:
+        entry = other_shapes[0]
+        raise CheckpointingException(
+            f'{entry.key}: its shape is {tuple(entry.global_shape)} in the model and '
+            f'{tuple(layout.sizes[entry.key])} in the checkpoint ({len(other_shapes)} such '
+            f'entries). Give the run the sizes of the one that saved it, such as --hidden-size, '
+            f'--ffn-hidden-size, --num-experts or --max-position-embeddings.'
         )
     if not complete:
         raise CheckpointingException('Another rank found entries that the checkpoint lacks.')

@@ -28,7 +28,21 @@ _WEIGHTLESS = (
     'moe_router_score_function',
     'moe_router_pre_softmax',
     'moe_router_topk_scaling_factor',
+    'moe_router_num_groups',
+    'moe_router_group_topk',
+    'apply_residual_connection_post_layernorm',
+    'window_size',
+    'rope_scaling_factor',
+    'rotary_scaling_factor',
+    'mscale',
+    'mscale_all_dim',
+    'quick_geglu',
+    'glu_linear_offset',
+    'activation_func_clamp_value',
+    'softmax_type',
 )
+# These go by the number of a layer, which isn't the same in GPT and hybrid models.
+_BY_LAYER_NUMBER = ('no_rope_freq', 'window_attn_skip_freq')
 
 
 def saved_pattern(saved: Any) -> str | None:
@@ -85,6 +99,10 @@ def other_functions(own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:
             found, expected = getattr(own, name), getattr(saved, name)
             if found != expected:
                 yield name, found, expected
+    for name in _BY_LAYER_NUMBER:
+        found, expected = getattr(own, name, None), getattr(saved, name, None)
+        if found or expected:
+            yield name, found, expected
 
 
 def _effective(args: Any, name: str) -> Any:

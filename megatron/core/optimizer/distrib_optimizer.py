@@ -27,6 +27,7 @@ if sys.argv[0] == '-m':
     warnings.filterwarnings('ignore', '.*found in sys.modules after import of package.*')
 
 import torch
+from megatron.core.optimizer.optimizer import groups_alike
 
 import megatron_overlay
 
@@ -90,7 +91,13 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         return state_dict
 
     def load_state_dict(self, state_dict):
-        """Upstream's; afterwards each parameter counts its steps in a tensor of its own."""
+        """Upstream's; afterwards each parameter counts its steps in a tensor of its own.
+
+        Raises:
+            CheckpointingException: the run has a group of parameters that no stored one is like.
+        """
+        if self.optimizer is not None and not self.ddp_config.use_megatron_fsdp:
+            groups_alike(self.optimizer.param_groups, state_dict['optimizer']['param_groups'])
         super().load_state_dict(state_dict)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():

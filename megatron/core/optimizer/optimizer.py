@@ -1,5 +1,7 @@
 """Amends upstream's ``ChainedOptimizer`` for checkpoints with another number of optimizers."""
 
+from collections.abc import Sequence
+
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import megatron_overlay
@@ -53,17 +55,37 @@ class ChainedOptimizer(upstream.ChainedOptimizer):  # type: ignore[name-defined]
 def _settings_for(own_groups: list[dict], stored_groups: list[dict]) -> list[dict]:
     """For each of the run's groups, the stored settings of the group that it corresponds to."""
     keys = [key for key in upstream.param_group_identifier_keys if key != _SPLIT_BY]
+    stored = groups_alike(own_groups, stored_groups, keys)
+    return [
+        {**settings, _SPLIT_BY: group.get(_SPLIT_BY)}
+        for settings, group in zip(stored, own_groups, strict=True)
+    ]
+
+
+def groups_alike(
+    own_groups: list[dict],
+    stored_groups: list[dict],
+    keys: Sequence[str] = upstream.param_group_identifier_keys,
+) -> list[dict]:
+    """For each of the run's groups of parameters, the stored one with the same values of ``keys``.
+
+    Raises:
+        CheckpointingException: there is none.
+    """
 
     def identity(group):
         return tuple(group.get(key, group.get(f'pre_{key}')) for key in keys)
 
+    def described(group):
+        named = dict(zip(keys, identity(group), strict=True))
+        return ', '.join(f'{key} {value}' for key, value in named.items() if value is not None)
+
     stored = {identity(group): group for group in reversed(stored_groups)}
-    missing = [group for group in own_groups if identity(group) not in stored]
-    if missing:
-        described = dict(zip(keys, identity(missing[0]), strict=True))
-        raise CheckpointingException(
-            f'The checkpoint has no parameter group with {described}; it has '
-            f'{[dict(zip(keys, found, strict=True)) for found in stored]}. Give the run the same '
-            f'learning rate and weight decay settings, or pass --no-load-optim.'
-        )
-    return [{**stored[identity(group)], _SPLIT_BY: group.get(_SPLIT_BY)} for group in own_groups]
+    for group in own_groups:
+        if identity(group) not in stored:
+            raise CheckpointingException(
+                f'The checkpoint has no group of parameters with {described(group)}; it has '
+                f'{"; ".join(map(described, stored.values()))}. Give the run the same learning '
+                f'rate and weight decay settings (--lr, --min-lr, …), or pass --no-load-optim.'
+            )
+    return [stored[identity(group)] for group in own_groups]

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
 
 from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.torchrun import two_at_once
@@ -78,6 +79,9 @@ CASES = {
     'bf16, torch adam, dp 2 to 1': Case(
         'M*-M*-', (1, 1, 1, 2), (1, 1, 1, 1), training=[*DISTRIBUTED, '--bf16']
     ),
+    'finetune, bf16, other lr': Case(
+        'M*-*-', training=[*DISTRIBUTED, '--bf16'], load=['--finetune', '--lr=5e-4']
+    ),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
     'experts 1 to 2': Case('*E*E', (1, 1, 1, 1), (1, 1, 2, 2), model=MOE),
     'mtp': Case('*-*-/*-', save=['--mtp-num-layers=1']),
@@ -140,11 +144,22 @@ def test_weights_and_optimizer_state_arrive(work, name):
 
     continued = read_log(path / 'gpt.log')[LAST_SAVED:]
     steps = read_log(path / 'hybrid.log')
+    if '--finetune' in case.load:
+        assert [step['iteration'] for step in steps] == list(range(1, LAST + 1))
+        assert learning_rates(path / 'gpt/iter_0000003') == {1e-3}
+        assert learning_rates(path / 'record/loaded/iter_0000001') == {5e-4}
+        return
     assert [step['iteration'] for step in steps] == list(range(LAST_SAVED + 1, LAST + 1))
     if case.keeps_reduction_order and 'M' not in pattern and not model_only:
         assert steps == continued
     else:
         assert all(step['lm loss'] > 0 for step in steps)
+
+
+def learning_rates(checkpoint):
+    """The schedule's maximum, of all groups of parameters."""
+    groups = load_common_state_dict(checkpoint)['optimizer']['optimizer']['param_groups']
+    return {group['max_lr'] for group in groups}
 
 
 def assert_sourced(loaded, gpt, fresh, pattern, with_optimizer):

@@ -86,3 +86,10 @@ def test_what_the_weights_do_not_show(name, own, saved):
     differing = other_functions(Namespace(**{name: own}), Namespace(**{name: saved}))
     assert list(differing) == [(name, own, saved)]
     assert not list(other_functions(Namespace(**{name: own}), Namespace()))
+
+
+@pytest.mark.parametrize('name', ['no_rope_freq', 'window_attn_skip_freq'])
+def test_what_goes_by_the_number_of_a_layer_differs_even_where_it_is_the_same(name):
+    args = Namespace(**{name: 2})
+    assert list(other_functions(args, args)) == [(name, 2, 2)]
+    assert not list(other_functions(Namespace(**{name: None}), Namespace()))

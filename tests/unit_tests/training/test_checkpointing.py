@@ -18,6 +18,8 @@ CHECKPOINTS = {
     'gpt': ['gpt', *RESHARDABLE],
     'gpt of 3 layers': ['gpt', *RESHARDABLE, '--num-layers=3'],
     'gpt untied': ['gpt', *RESHARDABLE, '--untie-embeddings-and-output-weights'],
+    'gpt with wider MLPs': ['gpt', *RESHARDABLE, '--ffn-hidden-size=96'],
+    'legacy gpt': ['gpt', '--ckpt-format=torch'],
     'gpt in buckets': ['gpt', *DISTRIBUTED],
     'gpt without optimizer': ['gpt', *RESHARDABLE, '--no-save-optim'],
     'gpt, optimizer not distributed': ['gpt', '--ckpt-format=torch_dist'],
@@ -128,6 +130,15 @@ HYBRID_RUN = {
     'untied': (
         {'load': 'gpt untied', 'no_load_optim': True},
         'CheckpointingException: output_layer.weight: .*--untie-embeddings',
+    ),
+    'other sizes': (
+        {'load': 'gpt with wider MLPs', 'no_load_optim': True},
+        r'CheckpointingException: decoder.layers.mlp.linear_fc\S*: its shape is \(2, .*\) in the '
+        r'model and \(2, .*96.*--ffn-hidden-size',
+    ),
+    'legacy': (
+        {'load': 'legacy gpt', 'no_load_optim': True},
+        'RuntimeError: .*legacy torch format.*--ckpt-convert-format torch_dist',
     ),
     'pattern missing': (
         {'load': 'gpt', 'hybrid_layer_pattern': None},

@@ -1,0 +1,28 @@
+"""Groups of parameters of a run and of a checkpoint, matched by their settings."""
+
+import pytest
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.optimizer import groups_alike
+
+KEYS = ('wd_mult', 'lr_mult', 'max_lr')
+OWN = [{'wd_mult': 0.0, 'lr_mult': 1.0, 'max_lr': 1e-3}, {'wd_mult': 1.0, 'lr_mult': 1.0}]
+
+
+def test_groups_are_found_in_any_order_and_by_either_name():
+    stored = [
+        {'pre_wd_mult': 1.0, 'pre_lr_mult': 1.0, 'max_lr': None, 'step': 1},
+        {'wd_mult': 0.0, 'lr_mult': 1.0, 'max_lr': 1e-3, 'step': 2},
+    ]
+    assert [group['step'] for group in groups_alike(OWN, stored, KEYS)] == [2, 1]
+
+
+def test_a_group_that_is_not_stored_is_named_in_one_line():
+    stored = [{'wd_mult': 0.0, 'lr_mult': 1.0, 'max_lr': 5e-4}, OWN[1]]
+    with pytest.raises(CheckpointingException) as error:
+        groups_alike(OWN, stored, KEYS)
+    assert str(error.value) == (
+        'The checkpoint has no group of parameters with wd_mult 0.0, lr_mult 1.0, max_lr 0.001; '
+        'it has wd_mult 1.0, lr_mult 1.0; wd_mult 0.0, lr_mult 1.0, max_lr 0.0005. Give the run '
+        'the same learning rate and weight decay settings (--lr, --min-lr, …), or pass '
+        '--no-load-optim.'
+    )
