@@ -19,6 +19,11 @@ _ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)
 _ITERATION = re.compile(r'\d{1,100}', re.ASCII)
 
 
+def real_path(path: str | Path) -> Path:
+    """The path without symlinks, as far as it exists; one that loops is left as it is."""
+    return Path(os.path.realpath(path))
+
+
 def iteration_dirname(iteration: int | str) -> str:
     """``iter_0000100`` for 100, ``release`` for ``'release'``."""
     return RELEASE if iteration == RELEASE else f'iter_{int(iteration):07d}'

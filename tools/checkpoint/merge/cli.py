@@ -194,7 +194,8 @@ def make_parser() -> argparse.ArgumentParser:
         '--report-json',
         type=Path,
         metavar='FILE',
-        help='also write the report (or, with --dry-run, the plan) as JSON',
+        help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
+        'replaced only where it is such a report',
     )
     return parser
 
@@ -236,6 +237,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         verify=args.verify,
         save_integrity=args.save_integrity,
         dry_run=args.dry_run,
+        report=args.report_json,
         on_plan=_show_plan,
     )
     try:
@@ -268,7 +270,7 @@ def _is_range(args: argparse.Namespace) -> bool:
 
 def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where flags don't go together."""
-    if args.report_json is not None and not args.report_json.absolute().parent.is_dir():
+    if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
         parser.error(f'--report-json {args.report_json}: no such directory')
     if _is_range(args):
         if len(args.merge_inputs) != 1:

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy
 
 from ..common.errors import CheckpointError
-from ..common.paths import list_iterations, parse_iteration_dirname, resolve_checkpoint
+from ..common.paths import (
+    list_iterations,
+    parse_iteration_dirname,
+    real_path,
+    resolve_checkpoint,
+)
 from .coefficients import load_coefficients
 from .schedules import checkpoint_coefficients
 
@@ -85,11 +90,11 @@ def explicit_inputs(
     resolved = [resolve_checkpoint(directory) for directory in directories]
     seen: dict[Path, Path] = {}
     for directory in resolved:
-        if directory.resolve() in seen:
+        if real_path(directory) in seen:
             raise CheckpointError(
                 f'{directory}: given twice; name it once, with the sum of its weights'
             )
-        seen[directory.resolve()] = directory
+        seen[real_path(directory)] = directory
     scaled = [float(weight) for weight in weights]
     if normalize:
         total = math.fsum(scaled)

@@ -34,7 +34,7 @@ def test_manual_mode_with_colons_in_a_path_and_a_root(five, tmp_path, capsys):
     )
     assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[4]], [0.25, 0.75]))
     assert not (tmp_path / 'latest_checkpointed_iteration.txt').exists()
-    assert 'warning' not in capsys.readouterr().out
+    assert 'weights sum' not in capsys.readouterr().out
 
 
 def test_weights_are_used_exactly_with_a_warning_or_normalised(five, tmp_path, capsys):
@@ -224,6 +224,40 @@ def test_report_and_its_json(five, tmp_path, capsys):
     assert report['timings']['total'] > 0 and report['output_dir'] == str(tmp_path / 'out')
     written = sum(len(data) for data in tree(tmp_path / 'out').values())
     assert report['bytes_written'] == written
+
+
+def test_a_report_never_replaces_anything_but_a_report(five, tmp_path, capsys):
+    source = copied(five[1][0], tmp_path / 'in')
+    (tmp_path / 'weights.json').write_text('{"100": 1}')
+    (tmp_path / 'link').symlink_to(source / 'metadata.json')
+    (tmp_path / 'hard').hardlink_to(source / '.metadata')
+    (tmp_path / 'dir').mkdir()
+    before = tree(tmp_path)
+    (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+    names = [
+        'in/metadata.json',
+        'in/new.json',
+        'weights.json',
+        'link',
+        'hard',
+        'dir',
+        'out',
+        'loop',
+    ]
+    names += ['latest_checkpointed_iteration.txt', 'x' * 300]
+    for name in names:
+        for dry in ([], ['--dry-run']):
+            words = ['--merge-inputs', f'{source}:1', '--merge-output', tmp_path / 'out', *dry]
+            assert cli(*words, '--report-json', tmp_path / name) == 1
+            error = capsys.readouterr().err
+            assert f'--report-json {tmp_path / name}: ' in error and error.count('\n') == 1
+    (tmp_path / 'loop').unlink()
+    assert tree(tmp_path) == before and not (tmp_path / 'out').exists()
+    (tmp_path / 'empty').touch()
+    for name in ('new', 'new', 'empty'):
+        assert cli(*words, '--report-json', tmp_path / name) == 0
+        assert json.loads((tmp_path / name).read_text())['dry_run']
+    assert cli(*words[:-1], '--report-json', '/dev/null') == 0
 
 
 @pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
