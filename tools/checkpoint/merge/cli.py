@@ -272,6 +272,8 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """End the process where flags don't go together."""
     if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
         parser.error(f'--report-json {args.report_json}: no such directory')
+    if (args.start_checkpoint is None) != (args.end_checkpoint is None):
+        parser.error('a range needs both --start-checkpoint and --end-checkpoint')
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')

@@ -97,9 +97,14 @@ def explicit_inputs(
         seen[real_path(directory)] = directory
     scaled = [float(weight) for weight in weights]
     if normalize:
-        total = math.fsum(scaled)
+        try:
+            total = math.fsum(scaled)
+        except (OverflowError, ValueError):  # beyond a float, or of inf and -inf
+            total = math.inf
         if not (math.isfinite(total) and total > 0):
-            raise CheckpointError(f'weights sum to {total}; --normalize needs a positive sum')
+            raise CheckpointError(
+                f'weights sum to {total}; --normalize needs a finite, positive sum'
+            )
         scaled = [weight / total for weight in scaled]
     with numpy.errstate(over='ignore'):
         for directory, weight in zip(resolved, scaled, strict=True):

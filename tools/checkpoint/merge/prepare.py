@@ -11,6 +11,7 @@ from ..common.paths import (
     TRACKER_NAME,
     iteration_dirname,
     parse_iteration_dirname,
+    read_tracker,
     real_path,
     resolve_checkpoint,
 )
@@ -107,6 +108,47 @@ def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, st
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
+def refuse_unreachable(target: Path) -> None:
+    """Raise where no directory can be made at ``target``, which a dry run should tell too.
+
+    Raises:
+        CheckpointError: a name is too long, or what would be a parent is no directory
+    """
+    for path in (target, *target.parents):
+        try:
+            if stat.S_ISDIR(os.stat(path).st_mode):
+                return
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                continue
+        except OSError as error:
+            raise CheckpointError(
+                f"{target}: can't be written: {error.strerror} ({path})"
+            ) from error
+        raise CheckpointError(f"{target}: can't be written: {path} is no directory")
+
+
+def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
+    """Raise where the tracker that is to name the output names a later iteration.
+
+    Training that resumes there would silently start from the earlier one. A tracker that says
+    nothing (missing, damaged, ``release``) is replaced.
+
+    Raises:
+        CheckpointError: it does
+    """
+    for root in output_trackers(target, output_iteration):
+        try:
+            found = read_tracker(root)
+        except CheckpointError:
+            continue
+        if isinstance(found, int) and found > int(output_iteration or 0):
+            raise CheckpointError(
+                f'{root / TRACKER_NAME}: names {found}, later than --output-iteration '
+                f'{output_iteration}, which it would name instead; give another --merge-output'
+            )
+
+
 def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
     """Raise where writing a report would damage something, or can't work.
 
@@ -160,6 +202,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
     target = output_target(Path(request.output_dir).absolute(), iteration)
     finished = not request.dry_run and recover([target], output_trackers(target, iteration))
     refuse_existing(target, finished)
+    refuse_unreachable(target)
+    refuse_later_tracker(target, iteration)
     read_from = {directory: f'the input {directory}' for directory in inputs.directories}
     given_directory = None
     if request.common_state_checkpoint is not None:

@@ -260,6 +260,73 @@ def test_a_report_never_replaces_anything_but_a_report(five, tmp_path, capsys):
     assert cli(*words[:-1], '--report-json', '/dev/null') == 0
 
 
+def refused(capsys, *arguments):
+    """The one line of a merge that is refused."""
+    assert cli(*arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and error.startswith('weighted_merge: error: ')
+    return error
+
+
+def test_a_tracker_never_goes_back(five, tmp_path, capsys):
+    tracker = tmp_path / 'latest_checkpointed_iteration.txt'
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--output-iteration', 6, '--merge-output']
+    tracker.write_text('12\n')
+    for place in (tmp_path, tmp_path / 'iter_0000006'):
+        for dry in ([], ['--dry-run']):
+            error = refused(capsys, *words, place, *dry)
+            for part in (
+                str(tracker),
+                'names 12',
+                '--output-iteration 6',
+                'another --merge-output',
+            ):
+                assert part in error
+    assert tracker.read_text() == '12\n' and not (tmp_path / 'iter_0000006').exists()
+    for index, text in enumerate(('5', '6', 'release', 'soon')):
+        root = tmp_path / f'root{index}'
+        root.mkdir()
+        (root / tracker.name).write_text(text)
+        assert cli(*words, root) == 0
+        assert (root / tracker.name).read_text() == '6'
+    assert cli(*words[:2], '--merge-output', tmp_path / 'none') == 0  # touches no tracker
+
+
+@pytest.mark.parametrize('weights', [('1e308', '1e308'), ('inf', '-inf'), ('nan', '1')])
+def test_weights_whose_sum_is_none(five, out, capsys, weights):
+    pairs = [f'{path}:{weight}' for path, weight in zip(five[1], weights, strict=False)]
+    words = ['--merge-inputs', *pairs, '--normalize', '--merge-output', out]
+    assert 'needs a finite, positive sum' in refused(capsys, *words)
+
+
+def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
+    (tmp_path / 'loop').symlink_to('loop')
+    (tmp_path / 'nowhere').symlink_to(tmp_path / 'missing')
+    (tmp_path / 'file').touch()
+    pair = f'{five[1][0]}:1'
+    for name, reason in (
+        ('loop/x', 'symbolic links'),
+        ('nowhere/x', 'no directory'),
+        ('file/x', 'Not a directory'),
+        ('n' * 300, 'too long'),
+        ('n' * 300 + '/x', 'too long'),
+    ):
+        for dry in ([], ['--dry-run'], ['--output-iteration', 7]):
+            words = ['--merge-inputs', pair, '--merge-output', tmp_path / name, *dry]
+            error = refused(capsys, *words)
+            assert str(tmp_path / name) in error and reason in error
+        words = ['--merge-inputs', pair, '--merge-output', tmp_path / 'out']
+        error = refused(capsys, *words, '--common-state-checkpoint', tmp_path / name)
+        assert str(tmp_path / name) in error
+        assert str(tmp_path / name) in refused(
+            capsys, '--merge-inputs', f'{tmp_path / name}:1', *words[2:]
+        )
+        with pytest.raises(SystemExit):
+            cli(*words, '--report-json', tmp_path / name / 'r.json')
+        assert 'no such directory' in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['file', 'loop', 'nowhere']
+
+
 @pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
 def test_byte_accounting(five, out, accounting):
     result = merge(five[1][:2], [0.5, 0.5], out, byte_accounting=accounting)
@@ -301,6 +368,8 @@ def test_byte_accounting(five, out, accounting):
             '--normalize',
         ],
         ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--start-checkpoint', '4'],
+        ['--merge-inputs', 'a', '--merge-output', 'o', '--end-checkpoint', '4'],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments):
@@ -329,7 +398,6 @@ def test_help_is_complete(capsys):
             ['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2],
             'asks for 2',
         ),
-        (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
     ],
 )
 def test_ranges_that_are_wrong(five, tmp_path, capsys, extra, message):
