@@ -373,8 +373,10 @@ def test_checkpoints_of_a_run_and_of_different_models(real, tmp_path):
     assert merges(checkpoints, [], tmp_path) and not merges(checkpoints, found.options, tmp_path)
     found = compare_checkpoints(real / 'moe', real / 'hybrid')
     assert not found.mergeable and merges([real / 'moe', real / 'hybrid'], FLAGS, tmp_path)
-    with pytest.raises(CheckpointError, match='given twice'):
-        compare_checkpoints(real / 'gpt', real / 'gpt/iter_0000002')
+    (tmp_path / 'link').symlink_to(real / 'gpt')
+    for same in (real / 'gpt', real / 'gpt/iter_0000002', tmp_path / 'link'):
+        with pytest.raises(CheckpointError, match='the same checkpoint as .*gpt; name two'):
+            compare_checkpoints(real / 'gpt', same)
 
 
 class Touches:
