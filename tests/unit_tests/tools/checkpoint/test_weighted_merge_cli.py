@@ -166,6 +166,42 @@ def test_coefficients_file_that_is_wrong(five, tmp_path, capsys, text, message):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('100: 0.5\n200: 0.5\n100: 0.9\n', 'w.yaml: 100 twice'),
+        ('{100: 0.5, 200: 0.5, "100": 0.9}', '100 twice'),
+        ('010: 1\n', '010 would be taken as 8; write a plain decimal number'),
+        ('0x64: 1\n200: 1', '0x64 would be taken as 100;'),
+        ('1:40: 1\n200: 1', '1:40 would be taken as 100;'),
+        ('1_00: 1\n200: 1', '1_00 would be taken as 100;'),
+        ('100: 010\n200: 1', '010 would be taken as 8;'),
+        ('100: 1:30.5\n200: 1', '1:30.5 would be taken as 90.5;'),
+        (
+            '100: 1e-1\n200: 1',
+            "100: '1e-1', expected an iteration and its weight; write it as 1.0e-1",
+        ),
+        ('100: 2.5E3\n200: 1', 'write it as 2.5e+3'),
+        ('100: x\n200: 1', "'x', expected an iteration and its weight\n"),
+    ],
+)
+def test_yaml_that_would_be_taken_otherwise(five, tmp_path, capsys, text, message):
+    (tmp_path / 'w.yaml').write_text(text)
+    words = ['--merge-inputs', five[0], '--start-checkpoint', 100, '--end-checkpoint', 200]
+    words += ['--coefficients', tmp_path / 'w.yaml', '--merge-output', tmp_path / 'out']
+    assert message in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    'text', ['100: 5.0e-1\n200: 5.e-1', '100: +0\n200: 1', '{100: 0.5, 200: .5}']
+)
+def test_yaml_numbers(five, tmp_path, text):
+    (tmp_path / 'w.yaml').write_text(text)
+    words = ['--merge-inputs', five[0], '--start-checkpoint', 100, '--end-checkpoint', 200]
+    words += ['--coefficients', tmp_path / 'w.yaml', '--merge-output', tmp_path / 'out']
+    assert cli(*words, '--dry-run') == 0
+
+
 @pytest.mark.parametrize('text', ['&a {100: *a, 200: 1}', '&a [*a, *a]', '{100: 1, 200: &a [*a]}'])
 def test_coefficients_that_hold_themselves(five, tmp_path, capsys, text):
     (tmp_path / 'w.yaml').write_text(text)
