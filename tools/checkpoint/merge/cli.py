@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.quiet import missing_packages
+from ..common.stdout import tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
 from .schedules import STYLES
 
@@ -220,6 +221,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     rank = int(os.environ.get('RANK', '0'))
     first = rank == 0
+    told: list[bool] = []
     request = Request(
         inputs=lambda: _inputs(args),
         output_dir=args.merge_output,
@@ -238,12 +240,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         save_integrity=args.save_integrity,
         dry_run=args.dry_run,
         report=args.report_json,
-        on_plan=_show_plan,
+        on_plan=lambda result: told.append(_show_plan(result)),
     )
     try:
         result = run_merge(request)
         if first and not args.dry_run:
-            print(report_text(result))
+            tell(report_text(result))  # published, whoever reads this
         if first and args.report_json:
             write_json(result, args.report_json)
     except CheckpointError as error:
@@ -255,13 +257,13 @@ def run(argv: Sequence[str] | None = None) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0
+    return 0 if all(told) or not args.dry_run else 1
 
 
-def _show_plan(result: 'MergeResult') -> None:
+def _show_plan(result: 'MergeResult') -> bool:
     from .report import plan_text
 
-    print(plan_text(result), flush=True)
+    return tell(plan_text(result))
 
 
 def _is_range(args: argparse.Namespace) -> bool:

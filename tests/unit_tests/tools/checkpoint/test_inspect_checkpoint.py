@@ -563,6 +563,13 @@ def test_odd_names(name, copy, capsys):
     assert main(['--diff', str(copy), str(odd)]) == 1
 
 
+def test_output_that_can_not_be_shown(copy, capsys, monkeypatch):
+    with open('/dev/full', 'w') as full:
+        monkeypatch.setattr(sys, 'stdout', full)
+        error = one_line(capsys, copy)
+    assert error == "error: standard output can't be written: No space left on device\n"
+
+
 def test_wrong_usage(capsys):
     for words in ([], ['a', '--diff', 'b', 'c'], ['--diff', 'a']):
         with pytest.raises(SystemExit) as stop:

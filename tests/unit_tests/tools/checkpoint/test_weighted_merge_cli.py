@@ -1,6 +1,7 @@
 """Weighted merge: the command line."""
 
 import json
+import sys
 
 import pytest
 from megatron.core import dist_checkpointing
@@ -361,6 +362,18 @@ def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
             cli(*words, '--report-json', tmp_path / name / 'r.json')
         assert 'no such directory' in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ['file', 'loop', 'nowhere']
+
+
+def test_output_that_can_not_be_shown(five, out, capsys, monkeypatch):
+    """One line; a plan that nobody saw is a failure, an output that is published is none."""
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', out]
+    line = "error: standard output can't be written: No space left on device\n"
+    for dry, code in ((['--dry-run'], 1), ([], 0)):
+        with open('/dev/full', 'w') as full:
+            monkeypatch.setattr(sys, 'stdout', full)
+            assert cli(*words, *dry) == code
+        assert capsys.readouterr().err == line
+    assert out.exists()
 
 
 @pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
