@@ -21,6 +21,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.quiet import missing_packages
+from .common.stdout import tell
 
 if TYPE_CHECKING:
     from .pp_vpp.commands import Request
@@ -346,10 +347,9 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
         for note in prepared.notes:
             print(f'note: {note}', file=sys.stderr)
         if args.dry_run:
-            print(mapping_table(prepared))
-            print(*outputs_summary(prepared), sep='\n')
-            print(f'{format_bytes(prepared.bytes)} would be written; nothing was (--dry-run)')
-            return 0
+            written = f'{format_bytes(prepared.bytes)} would be written; nothing was (--dry-run)'
+            plan = [mapping_table(prepared), *outputs_summary(prepared), written]
+            return 0 if tell('\n'.join(plan)) else 1
         execute(prepared, options)
     except CheckpointError as error:
         print(f'error: {error}', file=sys.stderr)
@@ -357,10 +357,9 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
     except Interrupted as stopped:
         print(f'error: {stopped}', file=sys.stderr)
         return stopped.exit_code
-    print(*outputs_summary(prepared), sep='\n')
-    print(
-        f'{format_bytes(prepared.bytes)} written in {format_seconds(time.perf_counter() - start)}'
-    )
+    seconds = format_seconds(time.perf_counter() - start)
+    written = f'{format_bytes(prepared.bytes)} written in {seconds}'
+    tell('\n'.join([*outputs_summary(prepared), written]))  # published, whoever reads this
     return 0
 
 

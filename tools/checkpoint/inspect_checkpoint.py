@@ -20,6 +20,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.quiet import missing_packages
+from .common.stdout import tell
 
 if TYPE_CHECKING:
     from .inspection.compare import Comparison
@@ -135,8 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = f'{error.filename}: {error.strerror}' if error.filename else one_line(error)
         print(f'error: {printable(reason)}', file=sys.stderr)
         return 1
-    print(json.dumps(result.as_json(), indent=2) if args.json else text)
-    return status
+    told = tell(json.dumps(result.as_json(), indent=2) if args.json else text)
+    return status if told else 1
 
 
 if __name__ == '__main__':

@@ -19,6 +19,11 @@ _ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)
 _ITERATION = re.compile(r'\d{1,100}', re.ASCII)
 
 
+def real_path(path: str | Path) -> Path:
+    """The path without symlinks, as far as it exists; one that loops is left as it is."""
+    return Path(os.path.realpath(path))
+
+
 def iteration_dirname(iteration: int | str) -> str:
     """``iter_0000100`` for 100, ``release`` for ``'release'``."""
     return RELEASE if iteration == RELEASE else f'iter_{int(iteration):07d}'
@@ -40,7 +45,9 @@ def list_iterations(root: str | Path) -> dict[int, Path]:
         found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
     except OSError as error:
         raise CheckpointError(f"{root}: can't list checkpoints: {error.strerror}") from error
-    return {i: found[i] for i in sorted(k for k in found if k is not None) if found[i].is_dir()}
+    return {
+        i: found[i] for i in sorted(k for k in found if k is not None) if os.path.isdir(found[i])
+    }
 
 
 def read_tracker(root: str | Path) -> int | Literal['release']:
@@ -75,7 +82,7 @@ def tracker_target(root: str | Path) -> Path:
     """
     iteration = read_tracker(root)
     target = Path(root) / iteration_dirname(iteration)
-    if not target.is_dir():
+    if not os.path.isdir(target):
         raise CheckpointError(
             f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory'
         )
@@ -91,7 +98,7 @@ def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
     if iteration is None:
         return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
-    if not target.is_dir():
+    if not os.path.isdir(target):
         known = list(list_iterations(root))
         raise CheckpointError(
             f'{target}: no such directory; iterations in {root}: '
@@ -113,11 +120,11 @@ def resolve_checkpoint(path: str | Path) -> Path:
     if not os.path.isdir(path):
         found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"
         raise CheckpointError(f'{path}: {found}')
-    if (path / CONFIG_NAME).exists():
+    if os.path.exists(path / CONFIG_NAME):
         return path
-    if (path / TRACKER_NAME).exists():
+    if os.path.exists(path / TRACKER_NAME):
         target = tracker_target(path)
-        if (target / CONFIG_NAME).exists():
+        if os.path.exists(target / CONFIG_NAME):
             return target
         raise CheckpointError(f'{target}: {describe_foreign(target)}')
     raise CheckpointError(f'{path}: {describe_foreign(path)}')

@@ -273,7 +273,7 @@ def recover(targets: Sequence[Path], trackers: Mapping[Path, str]) -> bool:
         whether a tracker was written
     """
     present = [target for target in targets if os.path.exists(target)]
-    marked = [target for target in present if (target / UNPUBLISHED).exists()]
+    marked = [target for target in present if os.path.exists(target / UNPUBLISHED)]
     with ExitStack() as locks:
         if not all(locks.enter_context(abandoned(target)) for target in marked):
             return False

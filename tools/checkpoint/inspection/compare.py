@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
+from ..common.paths import real_path, resolve_checkpoint
 from ..merge.common_state import load_common_state
-from ..merge.inputs import explicit_inputs
 from ..merge.source import Source, read_source
 from ..merge.validate import Difference, differences
 
@@ -63,7 +63,10 @@ def compare_checkpoints(first: str | Path, other: str | Path) -> Comparison:
         CheckpointError: one of the paths is no checkpoint that the merge knows, or both are the
             same
     """
-    comparison = Comparison(explicit_inputs([first, other], [0.5, 0.5]).directories)
+    directories = resolve_checkpoint(first), resolve_checkpoint(other)
+    if real_path(directories[0]) == real_path(directories[1]):
+        raise CheckpointError(f'{other}: the same checkpoint as {first}; name two')
+    comparison = Comparison(directories)
     sources: list[Source] = []
     for directory in comparison.directories:
         try:

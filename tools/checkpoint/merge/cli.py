@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.quiet import missing_packages
+from ..common.stdout import tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
 from .schedules import STYLES
 
@@ -194,7 +195,8 @@ def make_parser() -> argparse.ArgumentParser:
         '--report-json',
         type=Path,
         metavar='FILE',
-        help='also write the report (or, with --dry-run, the plan) as JSON',
+        help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
+        'replaced only where it is such a report',
     )
     return parser
 
@@ -219,6 +221,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     rank = int(os.environ.get('RANK', '0'))
     first = rank == 0
+    told: list[bool] = []
     request = Request(
         inputs=lambda: _inputs(args),
         output_dir=args.merge_output,
@@ -236,12 +239,13 @@ def run(argv: Sequence[str] | None = None) -> int:
         verify=args.verify,
         save_integrity=args.save_integrity,
         dry_run=args.dry_run,
-        on_plan=_show_plan,
+        report=args.report_json,
+        on_plan=lambda result: told.append(_show_plan(result)),
     )
     try:
         result = run_merge(request)
         if first and not args.dry_run:
-            print(report_text(result))
+            tell(report_text(result))  # published, whoever reads this
         if first and args.report_json:
             write_json(result, args.report_json)
     except CheckpointError as error:
@@ -253,13 +257,13 @@ def run(argv: Sequence[str] | None = None) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0
+    return 0 if all(told) or not args.dry_run else 1
 
 
-def _show_plan(result: 'MergeResult') -> None:
+def _show_plan(result: 'MergeResult') -> bool:
     from .report import plan_text
 
-    print(plan_text(result), flush=True)
+    return tell(plan_text(result))
 
 
 def _is_range(args: argparse.Namespace) -> bool:
@@ -268,8 +272,10 @@ def _is_range(args: argparse.Namespace) -> bool:
 
 def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where flags don't go together."""
-    if args.report_json is not None and not args.report_json.absolute().parent.is_dir():
+    if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
         parser.error(f'--report-json {args.report_json}: no such directory')
+    if (args.start_checkpoint is None) != (args.end_checkpoint is None):
+        parser.error('a range needs both --start-checkpoint and --end-checkpoint')
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')

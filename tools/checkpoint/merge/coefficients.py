@@ -1,11 +1,23 @@
 """Weights from a file, in place of a schedule."""
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import CheckpointError, one_line
+
+if TYPE_CHECKING:
+    from yaml import MappingNode
+
+_OTHER_BASE = re.compile(r'[-+]?0[0-9xXbBoO]')
+_BARE_EXPONENT = re.compile(r'([-+]?\d+)(\.\d+)?\.?[eE]([-+]?)(\d+)', re.ASCII)
+
+
+class _Unclear(ValueError):
+    """Content that would not be taken as it is written."""
 
 
 def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, float]:
@@ -28,7 +40,7 @@ def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, 
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f'{file}: {reprlib.repr(key)}: {reprlib.repr(value)}, expected an iteration and '
-                'its weight'
+                f'its weight{_hint(value)}'
             ) from error
         if iteration in weights:
             raise CheckpointError(f'{file}: iteration {iteration} twice')
@@ -52,9 +64,9 @@ def _read_mapping(file: Path) -> Mapping[object, object]:
         if file.suffix == '.json':
             found = json.loads(text, object_pairs_hook=_without_twins)
         else:
-            import yaml
-
-            found = yaml.safe_load(text)
+            found = _load_yaml(text)
+    except _Unclear as error:
+        raise CheckpointError(f'{file}: {error}') from error
     except ImportError as error:
         raise CheckpointError(f'{file}: YAML needs the package pyyaml; or write JSON') from error
     except Exception as error:
@@ -64,9 +76,53 @@ def _read_mapping(file: Path) -> Mapping[object, object]:
     return found
 
 
+def _load_yaml(text: str) -> object:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: 'MappingNode', deep: bool = False) -> dict[Any, Any]:
+            _refuse_unclear(self, node)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)  # noqa: S506
+
+
+def _refuse_unclear(loader: Any, node: 'MappingNode') -> None:
+    """Raise for a key given twice, and for numbers that YAML 1.1 takes as octal, base 60, ….
+
+    Raises:
+        _Unclear: the mapping holds one
+    """
+    seen = set()
+    for pair in node.value:
+        for part in pair:
+            text = part.value
+            if not part.tag.endswith((':int', ':float')) or not isinstance(text, str):
+                continue
+            if _OTHER_BASE.match(text) or set(text) & set(':_'):
+                raise _Unclear(
+                    f'{text} would be taken as {loader.construct_object(part)}; write a plain '
+                    'decimal number'
+                )
+        if pair[0].tag.endswith((':int', ':str')):
+            key = loader.construct_object(pair[0])
+            if key in seen:
+                raise _Unclear(f'{key} twice')
+            seen.add(key)
+
+
+def _hint(value: object) -> str:
+    """How to write a number that YAML 1.1 takes for text, for want of a point or a sign."""
+    match = isinstance(value, str) and _BARE_EXPONENT.fullmatch(value)
+    if not match:
+        return ''
+    digits, fraction, sign, exponent = match.groups()
+    return f'; write it as {digits}{fraction or ".0"}e{sign or "+"}{exponent}'
+
+
 def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     keys = [key for key, _ in pairs]
     twins = sorted({key for key in keys if keys.count(key) > 1})
     if twins:
-        raise ValueError(f'{twins[0]} twice')
+        raise _Unclear(f'{twins[0]} twice')
     return dict(pairs)

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy
 
 from ..common.errors import CheckpointError
-from ..common.paths import list_iterations, parse_iteration_dirname, resolve_checkpoint
+from ..common.paths import (
+    list_iterations,
+    parse_iteration_dirname,
+    real_path,
+    resolve_checkpoint,
+)
 from .coefficients import load_coefficients
 from .schedules import checkpoint_coefficients
 
@@ -85,16 +90,21 @@ def explicit_inputs(
     resolved = [resolve_checkpoint(directory) for directory in directories]
     seen: dict[Path, Path] = {}
     for directory in resolved:
-        if directory.resolve() in seen:
+        if real_path(directory) in seen:
             raise CheckpointError(
                 f'{directory}: given twice; name it once, with the sum of its weights'
             )
-        seen[directory.resolve()] = directory
+        seen[real_path(directory)] = directory
     scaled = [float(weight) for weight in weights]
     if normalize:
-        total = math.fsum(scaled)
+        try:
+            total = math.fsum(scaled)
+        except (OverflowError, ValueError):  # beyond a float, or of inf and -inf
+            total = math.inf
         if not (math.isfinite(total) and total > 0):
-            raise CheckpointError(f'weights sum to {total}; --normalize needs a positive sum')
+            raise CheckpointError(
+                f'weights sum to {total}; --normalize needs a finite, positive sum'
+            )
         scaled = [weight / total for weight in scaled]
     with numpy.errstate(over='ignore'):
         for directory, weight in zip(resolved, scaled, strict=True):

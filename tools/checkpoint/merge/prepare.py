@@ -1,11 +1,20 @@
 """Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
 
-from collections.abc import Callable, Sequence
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.errors import CheckpointError
-from ..common.paths import iteration_dirname, parse_iteration_dirname, resolve_checkpoint
+from ..common.paths import (
+    TRACKER_NAME,
+    iteration_dirname,
+    parse_iteration_dirname,
+    read_tracker,
+    real_path,
+    resolve_checkpoint,
+)
 from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
 from .common_state import CommonState, choose_common_state
@@ -13,10 +22,11 @@ from .inputs import Inputs
 from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
 from .provenance import make_provenance
-from .report import MergeResult
+from .report import MergeResult, is_report
 from .source import Source, read_source
 from .validate import validate_given_extra_states, validate_sources
 
+MAX_REPORT_BYTES = 2**26
 MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
 
 
@@ -26,6 +36,7 @@ class Request:
 
     Attributes:
         inputs: finds the inputs; called on rank 0 only, whose word counts
+        report: file that the caller writes when all is done; checked before anything is written
         threads: writer threads of each rank; None for torch's number of threads, at most
             ``MAX_THREADS``
         block_elements: elements of a block of arithmetic
@@ -48,6 +59,7 @@ class Request:
     verify: bool = False
     save_integrity: bool = False
     dry_run: bool = False
+    report: Path | None = None
     threads: int | None = None
     block_elements: int = BLOCK_ELEMENTS
     on_plan: Callable[[MergeResult], object] = field(default=lambda result: None)
@@ -96,6 +108,87 @@ def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, st
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
+def refuse_unreachable(target: Path) -> None:
+    """Raise where no directory can be made at ``target``, which a dry run should tell too.
+
+    Raises:
+        CheckpointError: a name is too long, or what would be a parent is no directory
+    """
+    for path in (target, *target.parents):
+        try:
+            if stat.S_ISDIR(os.stat(path).st_mode):
+                return
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                continue
+        except OSError as error:
+            raise CheckpointError(
+                f"{target}: can't be written: {error.strerror} ({path})"
+            ) from error
+        raise CheckpointError(f"{target}: can't be written: {path} is no directory")
+
+
+def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
+    """Raise where the tracker that is to name the output names a later iteration.
+
+    Training that resumes there would silently start from the earlier one. A tracker that says
+    nothing (missing, damaged, ``release``) is replaced.
+
+    Raises:
+        CheckpointError: it does
+    """
+    for root in output_trackers(target, output_iteration):
+        try:
+            found = read_tracker(root)
+        except CheckpointError:
+            continue
+        if isinstance(found, int) and found > int(output_iteration or 0):
+            raise CheckpointError(
+                f'{root / TRACKER_NAME}: names {found}, later than --output-iteration '
+                f'{output_iteration}, which it would name instead; give another --merge-output'
+            )
+
+
+def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
+    """Raise where writing a report would damage something, or can't work.
+
+    What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
+
+    Args:
+        report: the file
+        target: the directory that the merge writes
+        read_from: checkpoint directories that the merge reads, and what they are called
+
+    Raises:
+        CheckpointError: it lies in one of the checkpoints, or is something else that exists
+    """
+    file, output = real_path(report), real_path(target)
+    if file.is_relative_to(output) or output.is_relative_to(file):
+        raise CheckpointError(f'--report-json {report}: in the place of the output {target}')
+    if file.name == TRACKER_NAME:
+        raise CheckpointError(f'--report-json {report}: the place of a tracker; name another file')
+    for directory, name in read_from.items():
+        if file.is_relative_to(real_path(directory)):
+            raise CheckpointError(f'--report-json {report}: lies inside {name}')
+    try:
+        found = os.stat(file)
+        mode = found.st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+            return
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
+        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
+            raise CheckpointError(
+                f'--report-json {report}: exists and is no report of a merge; name another file'
+            )
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise CheckpointError(
+            f"--report-json {report}: can't be written: {error.strerror}"
+        ) from error
+
+
 def prepare(request: Request, world_size: int) -> Prepared:
     """Find the inputs, check them against each other, and plan the merge.
 
@@ -109,9 +202,18 @@ def prepare(request: Request, world_size: int) -> Prepared:
     target = output_target(Path(request.output_dir).absolute(), iteration)
     finished = not request.dry_run and recover([target], output_trackers(target, iteration))
     refuse_existing(target, finished)
-    for directory in inputs.directories:
-        if target.resolve().is_relative_to(directory.resolve()):
-            raise CheckpointError(f'{target}: lies inside the input {directory}')
+    refuse_unreachable(target)
+    refuse_later_tracker(target, iteration)
+    read_from = {directory: f'the input {directory}' for directory in inputs.directories}
+    given_directory = None
+    if request.common_state_checkpoint is not None:
+        given_directory = resolve_checkpoint(request.common_state_checkpoint)
+        read_from.setdefault(given_directory, f'--common-state-checkpoint {given_directory}')
+    for directory, name in read_from.items():
+        if real_path(target).is_relative_to(real_path(directory)):
+            raise CheckpointError(f'{target}: lies inside {name}')
+    if request.report is not None:
+        refuse_report(request.report, target, read_from)
     if request.byte_accounting not in BYTE_ACCOUNTING:
         raise CheckpointError(
             f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
@@ -127,13 +229,13 @@ def prepare(request: Request, world_size: int) -> Prepared:
         sources, same_dtype=request.save_dtype == 'same', allow_reshard=request.allow_reshard
     )
     given = None
-    if request.common_state_checkpoint is not None:
+    if given_directory is not None:
         if request.extra_state_source_index is not None:
             raise CheckpointError(
                 '--common-state-checkpoint supplies _extra_state too; drop '
                 '--extra-state-source-index'
             )
-        given = read(resolve_checkpoint(request.common_state_checkpoint))
+        given = read(given_directory)
         validate_given_extra_states(given, sources)
     index = request.extra_state_source_index or 0
     if not 0 <= index < len(sources):

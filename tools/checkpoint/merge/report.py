@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..common.errors import CheckpointError
@@ -132,6 +132,17 @@ def write_json(result: MergeResult, file: Path) -> None:
         file.write_text(json.dumps(content, indent=2) + '\n')
     except OSError as error:
         raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
+
+
+def is_report(content: bytes) -> bool:
+    """Whether a file holds what ``write_json`` writes, or nothing, and so may be replaced."""
+    if not content.strip():
+        return True
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {field.name for field in fields(MergeResult)} <= set(found)
 
 
 def _some(values: Sequence[str]) -> list[str]:

@@ -247,6 +247,18 @@ def test_script_converts_in_a_process_that_has_not_loaded_megatron(pp4, tmp_path
     assert same(load(tmp_path / 'out', '00_001')['model1'], load(pp4, '00_003')['model']) == []
 
 
+def test_output_that_can_not_be_shown(pp4, tmp_path, capsys, monkeypatch):
+    """One line; a plan that nobody saw is a failure, an output that is published is none."""
+    words = MERGE.replace('SRC', str(pp4)).replace('OUT', str(tmp_path / 'out')).split()
+    for dry, code in ((['--dry-run'], 1), ([], 0)):
+        with open('/dev/full', 'w') as full:
+            monkeypatch.setattr(sys, 'stdout', full)
+            assert main([*words, *dry]) == code
+        error = capsys.readouterr().err
+        assert error == "error: standard output can't be written: No space left on device\n"
+    assert (tmp_path / 'out').exists()
+
+
 def test_damaged_files_end_in_one_line(pp4, tmp_path, capsys):
     """Cut anywhere, or with any byte changed: refused, or converted where only values changed."""
     dice = random.Random(0)

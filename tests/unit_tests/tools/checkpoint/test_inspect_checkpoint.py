@@ -373,8 +373,10 @@ def test_checkpoints_of_a_run_and_of_different_models(real, tmp_path):
     assert merges(checkpoints, [], tmp_path) and not merges(checkpoints, found.options, tmp_path)
     found = compare_checkpoints(real / 'moe', real / 'hybrid')
     assert not found.mergeable and merges([real / 'moe', real / 'hybrid'], FLAGS, tmp_path)
-    with pytest.raises(CheckpointError, match='given twice'):
-        compare_checkpoints(real / 'gpt', real / 'gpt/iter_0000002')
+    (tmp_path / 'link').symlink_to(real / 'gpt')
+    for same in (real / 'gpt', real / 'gpt/iter_0000002', tmp_path / 'link'):
+        with pytest.raises(CheckpointError, match='the same checkpoint as .*gpt; name two'):
+            compare_checkpoints(real / 'gpt', same)
 
 
 class Touches:
@@ -559,6 +561,13 @@ def test_odd_names(name, copy, capsys):
     (odd / 'metadata.json').unlink()
     assert 'unfinished' in one_line(capsys, odd)
     assert main(['--diff', str(copy), str(odd)]) == 1
+
+
+def test_output_that_can_not_be_shown(copy, capsys, monkeypatch):
+    with open('/dev/full', 'w') as full:
+        monkeypatch.setattr(sys, 'stdout', full)
+        error = one_line(capsys, copy)
+    assert error == "error: standard output can't be written: No space left on device\n"
 
 
 def test_wrong_usage(capsys):

@@ -1,6 +1,7 @@
 """Weighted merge: the command line."""
 
 import json
+import sys
 
 import pytest
 from megatron.core import dist_checkpointing
@@ -34,7 +35,7 @@ def test_manual_mode_with_colons_in_a_path_and_a_root(five, tmp_path, capsys):
     )
     assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[4]], [0.25, 0.75]))
     assert not (tmp_path / 'latest_checkpointed_iteration.txt').exists()
-    assert 'warning' not in capsys.readouterr().out
+    assert 'weights sum' not in capsys.readouterr().out
 
 
 def test_weights_are_used_exactly_with_a_warning_or_normalised(five, tmp_path, capsys):
@@ -166,6 +167,42 @@ def test_coefficients_file_that_is_wrong(five, tmp_path, capsys, text, message):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('100: 0.5\n200: 0.5\n100: 0.9\n', 'w.yaml: 100 twice'),
+        ('{100: 0.5, 200: 0.5, "100": 0.9}', '100 twice'),
+        ('010: 1\n', '010 would be taken as 8; write a plain decimal number'),
+        ('0x64: 1\n200: 1', '0x64 would be taken as 100;'),
+        ('1:40: 1\n200: 1', '1:40 would be taken as 100;'),
+        ('1_00: 1\n200: 1', '1_00 would be taken as 100;'),
+        ('100: 010\n200: 1', '010 would be taken as 8;'),
+        ('100: 1:30.5\n200: 1', '1:30.5 would be taken as 90.5;'),
+        (
+            '100: 1e-1\n200: 1',
+            "100: '1e-1', expected an iteration and its weight; write it as 1.0e-1",
+        ),
+        ('100: 2.5E3\n200: 1', 'write it as 2.5e+3'),
+        ('100: x\n200: 1', "'x', expected an iteration and its weight\n"),
+    ],
+)
+def test_yaml_that_would_be_taken_otherwise(five, tmp_path, capsys, text, message):
+    (tmp_path / 'w.yaml').write_text(text)
+    words = ['--merge-inputs', five[0], '--start-checkpoint', 100, '--end-checkpoint', 200]
+    words += ['--coefficients', tmp_path / 'w.yaml', '--merge-output', tmp_path / 'out']
+    assert message in refused(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    'text', ['100: 5.0e-1\n200: 5.e-1', '100: +0\n200: 1', '{100: 0.5, 200: .5}']
+)
+def test_yaml_numbers(five, tmp_path, text):
+    (tmp_path / 'w.yaml').write_text(text)
+    words = ['--merge-inputs', five[0], '--start-checkpoint', 100, '--end-checkpoint', 200]
+    words += ['--coefficients', tmp_path / 'w.yaml', '--merge-output', tmp_path / 'out']
+    assert cli(*words, '--dry-run') == 0
+
+
 @pytest.mark.parametrize('text', ['&a {100: *a, 200: 1}', '&a [*a, *a]', '{100: 1, 200: &a [*a]}'])
 def test_coefficients_that_hold_themselves(five, tmp_path, capsys, text):
     (tmp_path / 'w.yaml').write_text(text)
@@ -226,6 +263,119 @@ def test_report_and_its_json(five, tmp_path, capsys):
     assert report['bytes_written'] == written
 
 
+def test_a_report_never_replaces_anything_but_a_report(five, tmp_path, capsys):
+    source = copied(five[1][0], tmp_path / 'in')
+    (tmp_path / 'weights.json').write_text('{"100": 1}')
+    (tmp_path / 'link').symlink_to(source / 'metadata.json')
+    (tmp_path / 'hard').hardlink_to(source / '.metadata')
+    (tmp_path / 'dir').mkdir()
+    before = tree(tmp_path)
+    (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
+    names = [
+        'in/metadata.json',
+        'in/new.json',
+        'weights.json',
+        'link',
+        'hard',
+        'dir',
+        'out',
+        'loop',
+    ]
+    names += ['latest_checkpointed_iteration.txt', 'x' * 300]
+    for name in names:
+        for dry in ([], ['--dry-run']):
+            words = ['--merge-inputs', f'{source}:1', '--merge-output', tmp_path / 'out', *dry]
+            assert cli(*words, '--report-json', tmp_path / name) == 1
+            error = capsys.readouterr().err
+            assert f'--report-json {tmp_path / name}: ' in error and error.count('\n') == 1
+    (tmp_path / 'loop').unlink()
+    assert tree(tmp_path) == before and not (tmp_path / 'out').exists()
+    (tmp_path / 'empty').touch()
+    for name in ('new', 'new', 'empty'):
+        assert cli(*words, '--report-json', tmp_path / name) == 0
+        assert json.loads((tmp_path / name).read_text())['dry_run']
+    assert cli(*words[:-1], '--report-json', '/dev/null') == 0
+
+
+def refused(capsys, *arguments):
+    """The one line of a merge that is refused."""
+    assert cli(*arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and error.startswith('weighted_merge: error: ')
+    return error
+
+
+def test_a_tracker_never_goes_back(five, tmp_path, capsys):
+    tracker = tmp_path / 'latest_checkpointed_iteration.txt'
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--output-iteration', 6, '--merge-output']
+    tracker.write_text('12\n')
+    for place in (tmp_path, tmp_path / 'iter_0000006'):
+        for dry in ([], ['--dry-run']):
+            error = refused(capsys, *words, place, *dry)
+            for part in (
+                str(tracker),
+                'names 12',
+                '--output-iteration 6',
+                'another --merge-output',
+            ):
+                assert part in error
+    assert tracker.read_text() == '12\n' and not (tmp_path / 'iter_0000006').exists()
+    for index, text in enumerate(('5', '6', 'release', 'soon')):
+        root = tmp_path / f'root{index}'
+        root.mkdir()
+        (root / tracker.name).write_text(text)
+        assert cli(*words, root) == 0
+        assert (root / tracker.name).read_text() == '6'
+    assert cli(*words[:2], '--merge-output', tmp_path / 'none') == 0  # touches no tracker
+
+
+@pytest.mark.parametrize('weights', [('1e308', '1e308'), ('inf', '-inf'), ('nan', '1')])
+def test_weights_whose_sum_is_none(five, out, capsys, weights):
+    pairs = [f'{path}:{weight}' for path, weight in zip(five[1], weights, strict=False)]
+    words = ['--merge-inputs', *pairs, '--normalize', '--merge-output', out]
+    assert 'needs a finite, positive sum' in refused(capsys, *words)
+
+
+def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
+    (tmp_path / 'loop').symlink_to('loop')
+    (tmp_path / 'nowhere').symlink_to(tmp_path / 'missing')
+    (tmp_path / 'file').touch()
+    pair = f'{five[1][0]}:1'
+    for name, reason in (
+        ('loop/x', 'symbolic links'),
+        ('nowhere/x', 'no directory'),
+        ('file/x', 'Not a directory'),
+        ('n' * 300, 'too long'),
+        ('n' * 300 + '/x', 'too long'),
+    ):
+        for dry in ([], ['--dry-run'], ['--output-iteration', 7]):
+            words = ['--merge-inputs', pair, '--merge-output', tmp_path / name, *dry]
+            error = refused(capsys, *words)
+            assert str(tmp_path / name) in error and reason in error
+        words = ['--merge-inputs', pair, '--merge-output', tmp_path / 'out']
+        error = refused(capsys, *words, '--common-state-checkpoint', tmp_path / name)
+        assert str(tmp_path / name) in error
+        assert str(tmp_path / name) in refused(
+            capsys, '--merge-inputs', f'{tmp_path / name}:1', *words[2:]
+        )
+        with pytest.raises(SystemExit):
+            cli(*words, '--report-json', tmp_path / name / 'r.json')
+        assert 'no such directory' in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['file', 'loop', 'nowhere']
+
+
+def test_output_that_can_not_be_shown(five, out, capsys, monkeypatch):
+    """One line; a plan that nobody saw is a failure, an output that is published is none."""
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', out]
+    line = "error: standard output can't be written: No space left on device\n"
+    for dry, code in ((['--dry-run'], 1), ([], 0)):
+        with open('/dev/full', 'w') as full:
+            monkeypatch.setattr(sys, 'stdout', full)
+            assert cli(*words, *dry) == code
+        assert capsys.readouterr().err == line
+    assert out.exists()
+
+
 @pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
 def test_byte_accounting(five, out, accounting):
     result = merge(five[1][:2], [0.5, 0.5], out, byte_accounting=accounting)
@@ -267,6 +417,8 @@ def test_byte_accounting(five, out, accounting):
             '--normalize',
         ],
         ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--start-checkpoint', '4'],
+        ['--merge-inputs', 'a', '--merge-output', 'o', '--end-checkpoint', '4'],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments):
@@ -295,7 +447,6 @@ def test_help_is_complete(capsys):
             ['--start-checkpoint', 450, '--end-checkpoint', 500, '--min-checkpoints', 2],
             'asks for 2',
         ),
-        (['--end-checkpoint', 500], 'both --start-checkpoint and --end-checkpoint'),
     ],
 )
 def test_ranges_that_are_wrong(five, tmp_path, capsys, extra, message):

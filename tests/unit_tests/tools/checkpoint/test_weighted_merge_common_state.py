@@ -38,6 +38,9 @@ def test_output_directory_names(five, tmp_path):
         merge(pair, weights, tmp_path / 'link' / 'below')
     with pytest.raises(CheckpointError, match='inside the input'):
         merge(pair, weights, paths[0] / 'out')
+    for common in (paths[2], five[0] / 'iter_0000300'):
+        with pytest.raises(CheckpointError, match='inside --common-state-checkpoint'):
+            merge(pair, weights, paths[2] / 'out', common_state_checkpoint=common, dry_run=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b', 'link']
 
 
