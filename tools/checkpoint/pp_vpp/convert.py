@@ -15,7 +15,7 @@ from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
 from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
-from .edges import refuse_stray_keys
+from .edges import refuse_misplaced, refuse_stray_keys
 from .layout import ChunkId, Move, Plan
 from .optimizer_state import WAY_OUT
 from .rank_args import Layout
@@ -225,11 +225,12 @@ def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
 
 
 def _check_chunks(plan: Plan, ranks: Ranks) -> None:
-    """This shard's files must have the chunks and layers that the plan was made from."""
+    """This shard's files must have what the plan was made from, each chunk that of its place."""
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
         for piece in move.pieces:
             planned[piece.source] = max(planned.get(piece.source, 0), piece.last)
+    last_filled = max((i for i, chunk in enumerate(plan.sources) if planned.get(chunk)), default=0)
     for index, chunk in enumerate(plan.sources):
         rank = ranks.get((chunk.side, chunk.rank))
         if rank is None:
@@ -244,8 +245,16 @@ def _check_chunks(plan: Plan, ranks: Ranks) -> None:
                 f'{rank.path}, key `{chunk.key}`: holds {found} layers, expected '
                 f'{planned.get(chunk, 0)} as in the other ranks of its stage'
             )
+        is_first, is_last = index == 0, index == len(plan.sources) - 1
         if any(not move.whole for move in plan.moves):
-            refuse_stray_keys(chunk.chunk, rank, index == 0, index == len(plan.sources) - 1)
+            refuse_stray_keys(chunk.chunk, rank, is_first, is_last)
+        refuse_misplaced(
+            chunk.chunk,
+            rank,
+            is_first=is_first,
+            is_last=is_last,
+            layers_follow=index < last_filled,
+        )
 
 
 def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:

@@ -89,6 +89,18 @@ def old_format(root):
     torch.save({'model': {}}, path_of(root, '00_002'), _use_new_zipfile_serialization=False)
 
 
+def exchange(one, other):
+    """Rank directories renamed by hand."""
+
+    def mutate(root):
+        first, second = (root / ITERATION / f'mp_rank_{rank}' for rank in (one, other))
+        first.rename(root / 'aside')
+        second.rename(first)
+        (root / 'aside').rename(second)
+
+    return mutate
+
+
 def exchange_shapes(state):
     moments = state['optimizer']['optimizer']['state']
     moments[0], moments[1] = moments[1], moments[0]
@@ -103,6 +115,14 @@ def frozen(state):
         for gone in group['params'][keep:]:
             del inner['state'][gone]
         group['params'] = group['params'][:keep]
+
+
+def reshaped_to_six(root):
+    new = root.parent / 'new'
+    sizes = '--pipeline-size 6 --virtual-size 1'
+    assert main(f'reshape --load-dir {root} --save-dir {new} {sizes}'.split()) == 0
+    shutil.rmtree(root)
+    new.rename(root)
 
 
 ONE_STAGE = {
@@ -386,6 +406,36 @@ ONE_STAGE = {
         f'{SIDES} --merge-stages 3,0 --merge-cloud-stages 1,2',
         '3 before 0',
     ),
+    'last stage to the cloud': (
+        None,
+        f'{SIDES} --merge-stages 0,1 --merge-cloud-stages 2,3',
+        '--merge-cloud-stages names stage 3, the last of 4',
+    ),
+    'first stage to the cloud': (
+        None,
+        f'{SIDES} --merge-stages 1,2 --middle-stages 0,3',
+        '--middle-stages names stage 0, the first of 4',
+    ),
+    'edge between stages of the cloud': (
+        reshaped_to_six,
+        f'{SIDES} --merge-stages 0,2,5 --merge-cloud-stages 1,3,4',
+        '--merge-stages names stage 2, which lies between stages 1 and 4',
+    ),
+    'first and last stage exchanged': (
+        exchange('00_000', '00_003'),
+        MERGE,
+        r'00_000/\S+, key `model`: no embedding\.\*, expected the embedding in the first stage',
+    ),
+    'last stage exchanged': (
+        exchange('00_002', '00_003'),
+        f'{MERGE} --drop-optimizer',
+        r'00_002/\S+, key `model`: holds decoder\.final_layernorm\.weight, expected in the',
+    ),
+    'embedding missing': (
+        edit(pop('model', 'embedding.word_embeddings.weight'), '00_000'),
+        f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',
+        'no embedding',
+    ),
     'both cloud modes': (
         None,
         f'{SIDES} --merge-stages 0,3 --merge-cloud-stages 1,2 --middle-stages 1,2',
@@ -472,6 +522,7 @@ def test_refused(name, pp4, tmp_path, capsys):
     shutil.copytree(pp4, tmp_path / 'SRC')
     if mutate:
         mutate(tmp_path / 'SRC')
+        capsys.readouterr()
     refused(command, tmp_path, capsys, pattern)
 
 
@@ -597,6 +648,24 @@ def test_split_refused(name, sides, tmp_path, capsys):
     if mutate:
         mutate(tmp_path / 'EDGE')
     refused(command, tmp_path, capsys, pattern)
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--load-dir-edge CLOUD --load-dir-cloud EDGE',
+        '--load-dir-edge SRC --load-dir-cloud SRC --split-cloud-rank 1',
+        '--load-dir SRC --split-rank 1',
+    ],
+)
+def test_split_refuses_stages_out_of_model_order(flags, sides, pp4, tmp_path, capsys):
+    shutil.copytree(sides / 'EDGE', tmp_path / 'EDGE')
+    shutil.copytree(sides / 'CHUNKS', tmp_path / 'CLOUD')
+    plain = f'merge --load-dir {pp4} --save-dir {tmp_path}/SRC --pipeline-size 2'
+    assert main(plain.split()) == 0
+    capsys.readouterr()
+    command = f'split {flags} --save-dir OUT --num-cloud-vpp-chunks 2'
+    refused(command, tmp_path, capsys, 'the stages are not in model order')
 
 
 def test_usage_errors_end_with_2(capsys):
