@@ -294,6 +294,9 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
     sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
     ranks = plan.ranks()
     ends = [plan.sources[0], plan.sources[-1]]
+    resplit = plan.layers() != [
+        surveys[chunk.side].stages[chunk.rank].layers[chunk.chunk] for chunk in plan.sources
+    ]
     jobs = []
     for (side, rank), moves in ranks.items():
         output = plan.outputs[side]
@@ -309,6 +312,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             sum(present.get(r, sizes[home]) for r in range(output.pipeline_size)),
             [move.layers for move in plan.moves if move.target.side == side and not move.empty],
             complete=len(plan.outputs) == 1,
+            resplit=resplit,
         )
         for tp, ep in shards[home]:
             jobs.append(
