@@ -20,6 +20,7 @@ from .layout import ChunkId, Move, Plan
 from .optimizer_state import WAY_OUT
 from .rank_args import Layout
 from .rank_file import OldRank
+from .same_model import SameModel
 from .survey import SideSurvey, check_iteration, require_shards, survey
 
 
@@ -111,14 +112,23 @@ def prepare(request: Request, options: Options) -> Prepared:
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
     size, without_args = 0, 0
+    same_model = SameModel()
     stepped: dict[bool | None, Path] = {}
+    optimizers: dict[bool, Path] = {}
     for job in jobs:
         ranks, _ = read_ranks(job, options)
         for rank in ranks.values():
+            same_model.check(rank, job.layout.tensor_size)
             stepped.setdefault(rank.stepped, rank.path)
+            optimizers.setdefault(rank.optimizer is not None, rank.path)
         state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
+    if len(optimizers) > 1:
+        raise CheckpointError(
+            f'{optimizers[False]}: key `optimizer` is missing, but {optimizers[True]} has it; '
+            f'{WAY_OUT}'
+        )
     if True in stepped and False in stepped:
         raise CheckpointError(
             f'{stepped[False]}, optimizer: no state of any parameter, but {stepped[True]} has it; '

@@ -89,6 +89,17 @@ def old_format(root):
     torch.save({'model': {}}, path_of(root, '00_002'), _use_new_zipfile_serialization=False)
 
 
+def narrow(*names):
+    """Half as large in the first dimension, as in another model."""
+
+    def change(state):
+        for key, value in state['model'].items():
+            if key.endswith(names):
+                state['model'][key] = value[: len(value) // 2].clone()
+
+    return change
+
+
 def exchange(one, other):
     """Rank directories renamed by hand."""
 
@@ -431,6 +442,16 @@ ONE_STAGE = {
         f'{MERGE} --drop-optimizer',
         r'00_002/\S+, key `model`: holds decoder\.final_layernorm\.weight, expected in the',
     ),
+    'stage of another model': (
+        edit(narrow('linear_fc1.weight'), '00_002'),
+        f'{MERGE} --drop-optimizer',
+        r'linear_fc1\.weight has shape \(16, 16\), expected \(32, 16\) as in',
+    ),
+    'vocabulary of another model': (
+        edit(put(128, 'args', 'padded_vocab_size'), '00_003'),
+        MERGE,
+        r'args\.padded_vocab_size is 128, expected 64 as in',
+    ),
     'embedding missing': (
         edit(pop('model', 'embedding.word_embeddings.weight'), '00_000'),
         f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',
@@ -647,6 +668,37 @@ def test_split_refused(name, sides, tmp_path, capsys):
     shutil.copytree(sides / cloud, tmp_path / 'CLOUD')
     if mutate:
         mutate(tmp_path / 'EDGE')
+    refused(command, tmp_path, capsys, pattern)
+
+
+TWO = (
+    'merge --load-dir-edge EDGE --load-dir-cloud CLOUD --save-dir-edge OUT --save-dir-cloud OUT2 '
+    '--merge-stages 0,3 --merge-cloud-stages 1,2'
+)
+
+
+@pytest.mark.parametrize(
+    'change, command, pattern',
+    [
+        (
+            put(8, 'args', 'hidden_size'),
+            f'{TWO} --drop-optimizer',
+            r'CLOUD/\S+: args\.hidden_size is 8, expected 16 as in \S+EDGE/',
+        ),
+        (
+            narrow('linear_fc1.layer_norm_weight', 'input_layernorm.weight'),
+            f'{TWO} --drop-optimizer',
+            r'CLOUD/\S+: decoder\.layers\.0\.\S+ has shape \(8,\), expected \(16,\) as in \S+EDGE/',
+        ),
+        (pop('optimizer'), TWO, r'CLOUD/\S+: key `optimizer` is missing, but \S+EDGE/'),
+    ],
+)
+def test_sides_of_two_models_are_refused(change, command, pattern, pp4, pp4_tp2, tmp_path, capsys):
+    shutil.copytree(pp4, tmp_path / 'EDGE')
+    shutil.copytree(pp4_tp2, tmp_path / 'CLOUD')
+    edit(change, *(f'{tp}_{stage}' for tp in ('00', '01') for stage in ('001', '002')))(
+        tmp_path / 'CLOUD'
+    )
     refused(command, tmp_path, capsys, pattern)
 
 
