@@ -91,7 +91,7 @@ def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
     if iteration is None:
         return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
-    if not target.is_dir():
+    if not os.path.isdir(target):  # False for a name that is too long, where pathlib raises
         known = list(list_iterations(root))
         raise CheckpointError(
             f'{target}: no such directory; iterations in {root}: '

@@ -1,5 +1,6 @@
 """Running a conversion: survey, plan, check everything, write, publish."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, one_line
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
@@ -279,21 +280,44 @@ def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
 
 
 def _refuse_same_roots(request: Request) -> None:
-    outputs = {side: root.resolve() for side, root in request.outputs.items()}
+    outputs = {side: _resolved(root) for side, root in request.outputs.items()}
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
             'directories'
         )
     for source in request.sources.values():
-        if source.resolve() in outputs.values():
+        if _resolved(source) in outputs.values():
             raise CheckpointError(f'{source}: both source and output; name another output')
         for output in outputs.values():
-            if not output.is_relative_to(source.resolve()):
-                continue
-            within = output.relative_to(source.resolve()).parts[0]
-            if within == RELEASE or parse_iteration_dirname(within) is not None:
+            if _in_an_iteration(output, _resolved(source)):
                 raise CheckpointError(f'{output}: lies inside the source {source}; name another')
+    for output in outputs.values():
+        for other in outputs.values():
+            if _in_an_iteration(output, other):
+                raise CheckpointError(
+                    f'{output}: lies inside the other output {other}; name another'
+                )
+
+
+def _resolved(root: Path) -> Path:
+    try:
+        resolved = root.resolve()
+        with contextlib.suppress(FileNotFoundError):
+            resolved.lstat()
+            resolved.stat()
+    except (OSError, RuntimeError) as error:  # pathlib's own for a loop of links
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        raise CheckpointError(f"{root}: can't be used: {reason}; name another") from error
+    return resolved
+
+
+def _in_an_iteration(path: Path, root: Path) -> bool:
+    """Whether a path is, or lies in, a directory that a checkpoint root has for an iteration."""
+    if path == root or not path.is_relative_to(root):
+        return False
+    within = path.relative_to(root).parts[0]
+    return within == RELEASE or parse_iteration_dirname(within) is not None
 
 
 def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:

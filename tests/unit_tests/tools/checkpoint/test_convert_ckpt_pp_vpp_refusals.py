@@ -387,6 +387,32 @@ ONE_STAGE = {
         f'{SIDES} --merge-stages 0,3 --merge-cloud-stages 1,2'.replace('OUT2', 'OUT'),
         'both --save-dir-edge and --save-dir-cloud',
     ),
+    'cloud output in the iteration of the edge output': (
+        None,
+        f'{SIDES}/{ITERATION} --merge-stages 0,3 --merge-cloud-stages 1,2'.replace('OUT2', 'OUT'),
+        f'OUT/{ITERATION}: lies inside the other output',
+    ),
+    'edge output in the iteration of the cloud output': (
+        None,
+        'merge --load-dir SRC --save-dir-edge OUT/iter_0000002 --save-dir-cloud OUT '
+        '--merge-stages 0,3 --merge-cloud-stages 1,2',
+        f'OUT/{ITERATION}: lies inside the other output',
+    ),
+    'output in a loop of links': (
+        lambda root: (root.parent / 'LINK').symlink_to('LINK'),
+        MERGE.replace('OUT', 'LINK/z'),
+        "LINK/z: can't be used: .*loop",
+    ),
+    'output with a name that is too long': (
+        None,
+        MERGE.replace('OUT', f'OUT{"x" * 300}') + ' --dry-run',
+        "x: can't be used: File name too long",
+    ),
+    'iteration with a name that is too long': (
+        None,
+        f'{MERGE} --iteration {"1" * 300} --dry-run',
+        '1: no such directory; iterations in',
+    ),
     'stage named twice in a flag': (
         None,
         f'{SIDES} --merge-stages 0,0,3 --merge-cloud-stages 1,2',
