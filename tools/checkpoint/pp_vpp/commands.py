@@ -64,6 +64,7 @@ def merge_sides(
             for stage in stages:
                 side.stage(stage, name)
         _require_cover(surveys, {*edge_stages}, {*others}, flag)
+        _require_ends(edge_stages, others, flag)
         targets = {stage: ChunkId('edge', 0, i) for i, stage in enumerate(edge_stages)}
         targets |= {
             stage: ChunkId('cloud', 0, i) if cloud_stages else ChunkId('cloud', i + 1, 0)
@@ -246,6 +247,24 @@ def _require_cover(surveys: Surveys, edge: set[int], others: set[int], flag: str
     require_contiguous(
         surveys['edge'].source.directory, sorted(edge | others), surveys['edge'].args()
     )
+
+
+def _require_ends(edge: Sequence[int], others: Sequence[int], flag: str) -> None:
+    """The edge has the ends of the model, the cloud one run of stages between them."""
+    last = max(*edge, *others)
+    for stage, end in ((0, 'first'), (last, 'last')):
+        if stage in others:
+            raise CheckpointError(
+                f'{flag} names stage {stage}, the {end} of {last + 1}; the edge has the first and '
+                'the last stages, the cloud those between: name it with --merge-stages'
+            )
+    for stage in edge:
+        if others[0] < stage < others[-1]:
+            raise CheckpointError(
+                f'--merge-stages names stage {stage}, which lies between stages {others[0]} and '
+                f'{others[-1]} of {flag}; the edge has the first and the last stages, the cloud '
+                'those between'
+            )
 
 
 def _require_all_taken(surveys: Surveys, taken: dict[str, set[int]]) -> None:

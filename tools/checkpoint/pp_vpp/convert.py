@@ -1,5 +1,6 @@
 """Running a conversion: survey, plan, check everything, write, publish."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -8,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, one_line
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
 from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
-from .edges import refuse_stray_keys
+from .edges import refuse_misplaced, refuse_stray_keys
 from .layout import ChunkId, Move, Plan
 from .optimizer_state import WAY_OUT
 from .rank_args import Layout
 from .rank_file import OldRank
+from .same_model import SameModel
 from .survey import SideSurvey, check_iteration, require_shards, survey
 
 
@@ -111,14 +113,23 @@ def prepare(request: Request, options: Options) -> Prepared:
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
     size, without_args = 0, 0
+    same_model = SameModel()
     stepped: dict[bool | None, Path] = {}
+    optimizers: dict[bool, Path] = {}
     for job in jobs:
         ranks, _ = read_ranks(job, options)
         for rank in ranks.values():
+            same_model.check(rank, job.layout.tensor_size)
             stepped.setdefault(rank.stepped, rank.path)
+            optimizers.setdefault(rank.optimizer is not None, rank.path)
         state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
+    if len(optimizers) > 1:
+        raise CheckpointError(
+            f'{optimizers[False]}: key `optimizer` is missing, but {optimizers[True]} has it; '
+            f'{WAY_OUT}'
+        )
     if True in stepped and False in stepped:
         raise CheckpointError(
             f'{stepped[False]}, optimizer: no state of any parameter, but {stepped[True]} has it; '
@@ -225,11 +236,12 @@ def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
 
 
 def _check_chunks(plan: Plan, ranks: Ranks) -> None:
-    """This shard's files must have the chunks and layers that the plan was made from."""
+    """This shard's files must have what the plan was made from, each chunk that of its place."""
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
         for piece in move.pieces:
             planned[piece.source] = max(planned.get(piece.source, 0), piece.last)
+    last_filled = max((i for i, chunk in enumerate(plan.sources) if planned.get(chunk)), default=0)
     for index, chunk in enumerate(plan.sources):
         rank = ranks.get((chunk.side, chunk.rank))
         if rank is None:
@@ -244,8 +256,16 @@ def _check_chunks(plan: Plan, ranks: Ranks) -> None:
                 f'{rank.path}, key `{chunk.key}`: holds {found} layers, expected '
                 f'{planned.get(chunk, 0)} as in the other ranks of its stage'
             )
+        is_first, is_last = index == 0, index == len(plan.sources) - 1
         if any(not move.whole for move in plan.moves):
-            refuse_stray_keys(chunk.chunk, rank, index == 0, index == len(plan.sources) - 1)
+            refuse_stray_keys(chunk.chunk, rank, is_first, is_last)
+        refuse_misplaced(
+            chunk.chunk,
+            rank,
+            is_first=is_first,
+            is_last=is_last,
+            layers_follow=index < last_filled,
+        )
 
 
 def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
@@ -260,21 +280,44 @@ def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
 
 
 def _refuse_same_roots(request: Request) -> None:
-    outputs = {side: root.resolve() for side, root in request.outputs.items()}
+    outputs = {side: _resolved(root) for side, root in request.outputs.items()}
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
             'directories'
         )
     for source in request.sources.values():
-        if source.resolve() in outputs.values():
+        if _resolved(source) in outputs.values():
             raise CheckpointError(f'{source}: both source and output; name another output')
         for output in outputs.values():
-            if not output.is_relative_to(source.resolve()):
-                continue
-            within = output.relative_to(source.resolve()).parts[0]
-            if within == RELEASE or parse_iteration_dirname(within) is not None:
+            if _in_an_iteration(output, _resolved(source)):
                 raise CheckpointError(f'{output}: lies inside the source {source}; name another')
+    for output in outputs.values():
+        for other in outputs.values():
+            if _in_an_iteration(output, other):
+                raise CheckpointError(
+                    f'{output}: lies inside the other output {other}; name another'
+                )
+
+
+def _resolved(root: Path) -> Path:
+    try:
+        resolved = root.resolve()
+        with contextlib.suppress(FileNotFoundError):
+            resolved.lstat()
+            resolved.stat()
+    except (OSError, RuntimeError) as error:  # pathlib's own for a loop of links
+        reason = (error.strerror if isinstance(error, OSError) else None) or one_line(error)
+        raise CheckpointError(f"{root}: can't be used: {reason}; name another") from error
+    return resolved
+
+
+def _in_an_iteration(path: Path, root: Path) -> bool:
+    """Whether a path is, or lies in, a directory that a checkpoint root has for an iteration."""
+    if path == root or not path.is_relative_to(root):
+        return False
+    within = path.relative_to(root).parts[0]
+    return within == RELEASE or parse_iteration_dirname(within) is not None
 
 
 def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
@@ -285,6 +328,9 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
     sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
     ranks = plan.ranks()
     ends = [plan.sources[0], plan.sources[-1]]
+    resplit = plan.layers() != [
+        surveys[chunk.side].stages[chunk.rank].layers[chunk.chunk] for chunk in plan.sources
+    ]
     jobs = []
     for (side, rank), moves in ranks.items():
         output = plan.outputs[side]
@@ -300,6 +346,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             sum(present.get(r, sizes[home]) for r in range(output.pipeline_size)),
             [move.layers for move in plan.moves if move.target.side == side and not move.empty],
             complete=len(plan.outputs) == 1,
+            resplit=resplit,
         )
         for tp, ep in shards[home]:
             jobs.append(

@@ -5,6 +5,7 @@ the last stage, and multi-token prediction has an embedding of its own there. Wi
 is one of each.
 """
 
+import re
 from typing import TYPE_CHECKING
 
 from ..common.errors import CheckpointError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Origin = tuple[str, 'OldRank', int | None, str]
 End = tuple[int | None, 'OldRank']
+
+_FINAL_NORM = re.compile(r'(decoder|encoder)\.final_(layer)?norm\.')
+_HEAD_PREFIXES = ('output_layer.', 'lm_head.')
 
 
 def front(move: Move, first: End, last: End) -> list[Origin]:
@@ -83,6 +87,50 @@ def refuse_stray_keys(number: int | None, rank: 'OldRank', is_first: bool, is_la
                 'layer, expected such keys on the first and last stage only; merge and split '
                 'carry stages whole'
             )
+
+
+def refuse_misplaced(
+    number: int | None, rank: 'OldRank', *, is_first: bool, is_last: bool, layers_follow: bool
+) -> None:
+    """Refuse a chunk that doesn't hold what its place in the pipeline calls for.
+
+    Multi-token prediction brings an embedding and a head of its own to wherever it stands, and
+    then the final norm stands beside the last layer.
+
+    Args:
+        number: the chunk's
+        rank: its rank
+        is_first: it is the model's first chunk
+        is_last: it is the model's last chunk
+        layers_follow: later chunks have layers
+
+    Raises:
+        CheckpointError: names the key that is missing or out of place
+    """
+    chunk = rank.chunks[number]
+    where = f'{rank.path}, key `model{"" if number is None else number}`'
+    way_out = 'the stages are not in model order: check the ranks named, and their directories'
+    outside = [key for key in chunk if layer_of(key) is None]
+    if is_first and not any(map(belongs_to_front, outside)):
+        raise CheckpointError(
+            f'{where}: no embedding.*, expected the embedding in the first stage; {way_out}'
+        )
+    if is_last and all(map(belongs_to_front, outside)):
+        raise CheckpointError(
+            f'{where}: neither final norm nor head, expected them in the last stage; {way_out}'
+        )
+    predicts = any(key.startswith('mtp.') for key in outside)
+    for key in outside:
+        if belongs_to_front(key):
+            fits, home = is_first or is_last or predicts, 'the first and the last stage'
+        elif key.startswith(_HEAD_PREFIXES):
+            fits, home = is_last or predicts, 'the last stage'
+        elif _FINAL_NORM.match(key):
+            fits, home = not layers_follow, 'the stage of the last layer'
+        else:
+            continue
+        if not fits:
+            raise CheckpointError(f'{where}: holds {key}, expected in {home} only; {way_out}')
 
 
 def _same(first: End, last: End) -> bool:

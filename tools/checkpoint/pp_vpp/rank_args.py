@@ -19,6 +19,7 @@ class Layout:
         model_parallel_ranks: tensor ranks of all stages together
         layers: layers of each chunk of the output in pipeline order
         complete: the output holds the whole model, not one side of it
+        resplit: some layers stand in another chunk than before
     """
 
     tensor_size: int
@@ -27,13 +28,15 @@ class Layout:
     model_parallel_ranks: int
     layers: Sequence[int]
     complete: bool
+    resplit: bool = False
 
 
 def rewrite(args: Any, layout: Layout) -> Any:
     """A copy of ``args`` that agrees with ``layout``.
 
     Fields that ``args`` doesn't have are not added, but for the three parallel sizes. Where the
-    sizes already are those of the layout nothing changes, so that uneven stages keep their flags.
+    sizes already are those of the layout and each chunk keeps its layers nothing changes, so that
+    uneven stages keep their flags.
 
     Args:
         args: a namespace, or None
@@ -46,7 +49,7 @@ def rewrite(args: Any, layout: Layout) -> Any:
         'pipeline_model_parallel_size': layout.pipeline_size,
         'virtual_pipeline_model_parallel_size': layout.virtual_size,
     }
-    same = all(getattr(args, name, None) == size for name, size in sizes.items())
+    same_sizes = all(getattr(args, name, None) == size for name, size in sizes.items())
     world_size = _world_size(args, layout)
     for name, size in sizes.items():
         setattr(new, name, size)
@@ -55,7 +58,7 @@ def rewrite(args: Any, layout: Layout) -> Any:
         _set(new, 'world_size', world_size)
         if getattr(args, 'inprocess_active_world_size', None) == getattr(args, 'world_size', None):
             _set(new, 'inprocess_active_world_size', world_size)
-    if not same:
+    if layout.resplit or not same_sizes:
         _set_stages(new, layout)
     return new
 

@@ -172,6 +172,13 @@ def test_args_that_agree_already_keep_their_flags():
     assert rewrite(old, Layout(2, 4, None, 8, [1, 2, 2, 2], True)) == old
 
 
+def test_args_of_the_same_sizes_with_other_layers_lose_their_flags():
+    new = rewrite(arguments(), Layout(2, 4, None, 8, [2, 2, 2, 1], True, resplit=True))
+    assert new.decoder_first_pipeline_num_layers is None
+    assert new.account_for_loss_in_pipeline_split is False
+    assert new.pipeline_model_parallel_layout == 'Ett|tt|tt|tL'
+
+
 def test_args_of_one_side_claim_nothing_about_the_whole_model():
     new = rewrite(arguments(), Layout(2, 1, 2, 2, [1, 2], False))
     assert new.pipeline_model_parallel_layout is None

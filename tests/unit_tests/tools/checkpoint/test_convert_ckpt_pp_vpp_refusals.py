@@ -89,6 +89,29 @@ def old_format(root):
     torch.save({'model': {}}, path_of(root, '00_002'), _use_new_zipfile_serialization=False)
 
 
+def narrow(*names):
+    """Half as large in the first dimension, as in another model."""
+
+    def change(state):
+        for key, value in state['model'].items():
+            if key.endswith(names):
+                state['model'][key] = value[: len(value) // 2].clone()
+
+    return change
+
+
+def exchange(one, other):
+    """Rank directories renamed by hand."""
+
+    def mutate(root):
+        first, second = (root / ITERATION / f'mp_rank_{rank}' for rank in (one, other))
+        first.rename(root / 'aside')
+        second.rename(first)
+        (root / 'aside').rename(second)
+
+    return mutate
+
+
 def exchange_shapes(state):
     moments = state['optimizer']['optimizer']['state']
     moments[0], moments[1] = moments[1], moments[0]
@@ -103,6 +126,14 @@ def frozen(state):
         for gone in group['params'][keep:]:
             del inner['state'][gone]
         group['params'] = group['params'][:keep]
+
+
+def reshaped_to_six(root):
+    new = root.parent / 'new'
+    sizes = '--pipeline-size 6 --virtual-size 1'
+    assert main(f'reshape --load-dir {root} --save-dir {new} {sizes}'.split()) == 0
+    shutil.rmtree(root)
+    new.rename(root)
 
 
 ONE_STAGE = {
@@ -356,6 +387,32 @@ ONE_STAGE = {
         f'{SIDES} --merge-stages 0,3 --merge-cloud-stages 1,2'.replace('OUT2', 'OUT'),
         'both --save-dir-edge and --save-dir-cloud',
     ),
+    'cloud output in the iteration of the edge output': (
+        None,
+        f'{SIDES}/{ITERATION} --merge-stages 0,3 --merge-cloud-stages 1,2'.replace('OUT2', 'OUT'),
+        f'OUT/{ITERATION}: lies inside the other output',
+    ),
+    'edge output in the iteration of the cloud output': (
+        None,
+        'merge --load-dir SRC --save-dir-edge OUT/iter_0000002 --save-dir-cloud OUT '
+        '--merge-stages 0,3 --merge-cloud-stages 1,2',
+        f'OUT/{ITERATION}: lies inside the other output',
+    ),
+    'output in a loop of links': (
+        lambda root: (root.parent / 'LINK').symlink_to('LINK'),
+        MERGE.replace('OUT', 'LINK/z'),
+        "LINK/z: can't be used: .*loop",
+    ),
+    'output with a name that is too long': (
+        None,
+        MERGE.replace('OUT', f'OUT{"x" * 300}') + ' --dry-run',
+        "x: can't be used: File name too long",
+    ),
+    'iteration with a name that is too long': (
+        None,
+        f'{MERGE} --iteration {"1" * 300} --dry-run',
+        '1: no such directory; iterations in',
+    ),
     'stage named twice in a flag': (
         None,
         f'{SIDES} --merge-stages 0,0,3 --merge-cloud-stages 1,2',
@@ -385,6 +442,46 @@ ONE_STAGE = {
         None,
         f'{SIDES} --merge-stages 3,0 --merge-cloud-stages 1,2',
         '3 before 0',
+    ),
+    'last stage to the cloud': (
+        None,
+        f'{SIDES} --merge-stages 0,1 --merge-cloud-stages 2,3',
+        '--merge-cloud-stages names stage 3, the last of 4',
+    ),
+    'first stage to the cloud': (
+        None,
+        f'{SIDES} --merge-stages 1,2 --middle-stages 0,3',
+        '--middle-stages names stage 0, the first of 4',
+    ),
+    'edge between stages of the cloud': (
+        reshaped_to_six,
+        f'{SIDES} --merge-stages 0,2,5 --merge-cloud-stages 1,3,4',
+        '--merge-stages names stage 2, which lies between stages 1 and 4',
+    ),
+    'first and last stage exchanged': (
+        exchange('00_000', '00_003'),
+        MERGE,
+        r'00_000/\S+, key `model`: no embedding\.\*, expected the embedding in the first stage',
+    ),
+    'last stage exchanged': (
+        exchange('00_002', '00_003'),
+        f'{MERGE} --drop-optimizer',
+        r'00_002/\S+, key `model`: holds decoder\.final_layernorm\.weight, expected in the',
+    ),
+    'stage of another model': (
+        edit(narrow('linear_fc1.weight'), '00_002'),
+        f'{MERGE} --drop-optimizer',
+        r'linear_fc1\.weight has shape \(16, 16\), expected \(32, 16\) as in',
+    ),
+    'vocabulary of another model': (
+        edit(put(128, 'args', 'padded_vocab_size'), '00_003'),
+        MERGE,
+        r'args\.padded_vocab_size is 128, expected 64 as in',
+    ),
+    'embedding missing': (
+        edit(pop('model', 'embedding.word_embeddings.weight'), '00_000'),
+        f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',
+        'no embedding',
     ),
     'both cloud modes': (
         None,
@@ -472,6 +569,7 @@ def test_refused(name, pp4, tmp_path, capsys):
     shutil.copytree(pp4, tmp_path / 'SRC')
     if mutate:
         mutate(tmp_path / 'SRC')
+        capsys.readouterr()
     refused(command, tmp_path, capsys, pattern)
 
 
@@ -597,6 +695,55 @@ def test_split_refused(name, sides, tmp_path, capsys):
     if mutate:
         mutate(tmp_path / 'EDGE')
     refused(command, tmp_path, capsys, pattern)
+
+
+TWO = (
+    'merge --load-dir-edge EDGE --load-dir-cloud CLOUD --save-dir-edge OUT --save-dir-cloud OUT2 '
+    '--merge-stages 0,3 --merge-cloud-stages 1,2'
+)
+
+
+@pytest.mark.parametrize(
+    'change, command, pattern',
+    [
+        (
+            put(8, 'args', 'hidden_size'),
+            f'{TWO} --drop-optimizer',
+            r'CLOUD/\S+: args\.hidden_size is 8, expected 16 as in \S+EDGE/',
+        ),
+        (
+            narrow('linear_fc1.layer_norm_weight', 'input_layernorm.weight'),
+            f'{TWO} --drop-optimizer',
+            r'CLOUD/\S+: decoder\.layers\.0\.\S+ has shape \(8,\), expected \(16,\) as in \S+EDGE/',
+        ),
+        (pop('optimizer'), TWO, r'CLOUD/\S+: key `optimizer` is missing, but \S+EDGE/'),
+    ],
+)
+def test_sides_of_two_models_are_refused(change, command, pattern, pp4, pp4_tp2, tmp_path, capsys):
+    shutil.copytree(pp4, tmp_path / 'EDGE')
+    shutil.copytree(pp4_tp2, tmp_path / 'CLOUD')
+    edit(change, *(f'{tp}_{stage}' for tp in ('00', '01') for stage in ('001', '002')))(
+        tmp_path / 'CLOUD'
+    )
+    refused(command, tmp_path, capsys, pattern)
+
+
+@pytest.mark.parametrize(
+    'flags',
+    [
+        '--load-dir-edge CLOUD --load-dir-cloud EDGE',
+        '--load-dir-edge SRC --load-dir-cloud SRC --split-cloud-rank 1',
+        '--load-dir SRC --split-rank 1',
+    ],
+)
+def test_split_refuses_stages_out_of_model_order(flags, sides, pp4, tmp_path, capsys):
+    shutil.copytree(sides / 'EDGE', tmp_path / 'EDGE')
+    shutil.copytree(sides / 'CHUNKS', tmp_path / 'CLOUD')
+    plain = f'merge --load-dir {pp4} --save-dir {tmp_path}/SRC --pipeline-size 2'
+    assert main(plain.split()) == 0
+    capsys.readouterr()
+    command = f'split {flags} --save-dir OUT --num-cloud-vpp-chunks 2'
+    refused(command, tmp_path, capsys, 'the stages are not in model order')
 
 
 def test_usage_errors_end_with_2(capsys):

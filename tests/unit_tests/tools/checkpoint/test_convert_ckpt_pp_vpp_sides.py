@@ -273,6 +273,17 @@ def test_reshape_routes_each_layer_and_back(pp4, tmp_path):
             assert list(old[stage]['model']) == list(after['model'])
 
 
+@pytest.mark.parametrize('layers, layout', [('2,2,1,1', 'Ett|tt|t|tL'), ('1,2,1,2', 'Et|tt|t|ttL')])
+def test_reshape_to_the_same_sizes_says_where_the_layers_are(pp4, tmp_path, layers, layout):
+    sizes = ['--pipeline-size', '4', '--virtual-size', '1', '--layers-per-chunk', layers]
+    convert('reshape', '--load-dir', pp4, '--save-dir', tmp_path / 'out', *sizes)
+    for stage in range(4):
+        args = load(tmp_path / 'out', f'00_{stage:03d}')['args']
+        assert args.pipeline_model_parallel_layout == layout
+        assert args.decoder_first_pipeline_num_layers is None
+        assert args.decoder_last_pipeline_num_layers is None
+
+
 def test_drop_optimizer(pp4, tmp_path, capsys):
     convert(
         'merge',
