@@ -27,11 +27,13 @@ if sys.argv[0] == '-m':
     warnings.filterwarnings('ignore', '.*found in sys.modules after import of package.*')
 
 import torch
-from megatron.core.optimizer.optimizer import groups_alike
 
 import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
+
+from megatron.core.optimizer.optimizer import groups_alike  # noqa: E402
+
 HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
 _TorchAdam = (torch.optim.Adam, torch.optim.AdamW)
 
