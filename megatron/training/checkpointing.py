@@ -113,7 +113,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     load = _current_load
     to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
-        to_read = _point_at_checkpoint(load, load.layer_maps, args, sharded_state_dict)
+        to_read = _point_at_checkpoint(load, load.layer_maps, sharded_state_dict)
     with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
@@ -224,14 +224,15 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     if not _UPSTREAM_RETARGETS:
         load.retarget = retarget_sharded_state_dict_to_gpt_checkpoint
     _set_up_optimizer(load, args, ckpt_args)
+    _refuse_other_weights(args, ckpt_args)
     _announce(load.layer_maps, load.load_optim)
-    _compare_order(load.layer_maps, args.hybrid_layer_pattern)
+    _warn_of_another_order(load.layer_maps, args.hybrid_layer_pattern)
     if load.layout is not None and load.layout.mtp_depths and not load.layer_maps.mtp_pattern:
         print_rank_0(
             f'> WARNING: the {load.layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not '
             f"read: the pattern has no MTP part, such as '/*-'."
         )
-    _compare_arguments(args, ckpt_args)
+    _warn_of_other_functions(args, ckpt_args)
     return load.layer_maps, load.load_optim
 
 
@@ -264,18 +265,26 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
         )
     load.layer_maps, load.retarget = layer_maps, retarget_sharded_state_dict_to_hybrid_checkpoint
     _set_up_optimizer(load, args, ckpt_args)
+    _refuse_other_weights(args, ckpt_args)
     print_rank_0(
         f'> hybrid checkpoint into a GPT model: its attention and MLP layers feed '
         f'{layer_maps.num_gpt_layers} GPT layers; optimizer state '
         f'{"is loaded" if load.load_optim else "starts fresh"}.'
     )
-    _compare_order(layer_maps, hybrid_checkpoint_pattern(load.layout))
-    _compare_arguments(args, ckpt_args)
+    _warn_of_another_order(layer_maps, hybrid_checkpoint_pattern(load.layout))
+    _warn_of_other_functions(args, ckpt_args)
 
 
 def _set_up_optimizer(load: _Load, args, ckpt_args) -> None:
     has_optimizer = not getattr(ckpt_args, 'no_save_optim', False)
-    load.load_optim = has_optimizer and not args.no_load_optim and not load.release
+    if load.layout is not None:
+        has_optimizer = has_optimizer and load.layout.has_optimizer
+    wanted = not args.no_load_optim and not load.release
+    if wanted and not args.finetune and not has_optimizer:
+        raise RuntimeError(
+            'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
+        )
+    load.load_optim = wanted and has_optimizer
     if load.load_optim and load.content_metadata is not None:
         _refuse_optimizer_formats(load, args, ckpt_args)
 
@@ -293,7 +302,7 @@ def _announce(layer_maps: GPTCompatLayerMaps, load_optim: bool) -> None:
         )
 
 
-def _compare_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> None:
+def _warn_of_another_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> None:
     if not layer_maps.keeps_gpt_order:
         print_rank_0(
             f'> WARNING: the hybrid model computes its layers in the order {pattern!r}, a GPT '
@@ -301,10 +310,13 @@ def _compare_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> None:
         )
 
 
-def _compare_arguments(args, ckpt_args) -> None:
+def _refuse_other_weights(args, ckpt_args) -> None:
     reason = other_weights(args, ckpt_args)
     if reason:
         raise RuntimeError(reason)
+
+
+def _warn_of_other_functions(args, ckpt_args) -> None:
     for name, own, saved in other_functions(args, ckpt_args):
         print_rank_0(
             f'> WARNING: {name} is {own!r} in this run and was {saved!r} in the one that saved the '
@@ -322,7 +334,7 @@ def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:
 
 
 def _point_at_checkpoint(
-    load: _Load, layer_maps: GPTCompatLayerMaps, args, sharded_state_dict
+    load: _Load, layer_maps: GPTCompatLayerMaps, sharded_state_dict
 ) -> dict[Shard, int]:
     """Make ``sharded_state_dict`` read the checkpoint; returns what has to be read then."""
     parts = {
@@ -333,15 +345,9 @@ def _point_at_checkpoint(
     if load.retarget is not None:
         for part in parts.values():
             load.retarget(part, layer_maps)
-    to_read = {}
-    if load.layout is not None:
-        to_read = check_sources(parts, load.layout, bool(layer_maps.mtp_pattern))
-    wants_optimizer = not args.no_load_optim and not args.finetune
-    if wants_optimizer and load.layout is not None and not load.layout.has_optimizer:
-        raise RuntimeError(
-            'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
-        )
-    return to_read
+    if load.layout is None:
+        return {}
+    return check_sources(parts, load.layout, bool(layer_maps.mtp_pattern))
 
 
 @contextmanager

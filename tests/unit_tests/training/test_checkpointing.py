@@ -52,6 +52,13 @@ INCOMPLETE = {
         'optimizer.state.exp_avg.decoder.layers.self_attention.linear_proj.weight'
     ),
 }
+# name -> the checkpoint that is published as a release
+RELEASES = {
+    'gpt release': 'gpt in buckets',
+    'gpt release without optimizer': 'gpt without optimizer',
+    'hybrid release': 'hybrid in buckets',
+    'hybrid release without optimizer': 'hybrid without optimizer',
+}
 
 
 @pytest.fixture(scope='module')
@@ -83,6 +90,9 @@ def checkpoints(tmp_path_factory):
     for name, key in INCOMPLETE.items():
         shutil.copytree(root / 'gpt', root / name)
         drop_last_layer(root / name / 'iter_0000001' / '.metadata', key)
+    for name, original in RELEASES.items():
+        shutil.copytree(root / original / 'iter_0000001', root / name / 'release')
+        (root / name / TRACKER).write_text('release')
     return root
 
 
@@ -158,6 +168,9 @@ LOADS = {
     'gpt in buckets, weights only': {'load': 'gpt in buckets', 'no_load_optim': True},
     'gpt without optimizer, weights only': {'load': 'gpt without optimizer', 'no_load_optim': True},
     'gpt, finetune': {'load': 'gpt', 'finetune': True},
+    'gpt without optimizer, finetune': {'load': 'gpt without optimizer', 'finetune': True},
+    'gpt release': {'load': 'gpt release'},
+    'gpt release without optimizer': {'load': 'gpt release without optimizer'},
     'hybrid': {'load': 'hybrid'},
     'hybrid without a pattern': {'load': 'hybrid without a pattern'},
     'hybrid with the old name': {'load': 'hybrid with the old name'},
@@ -167,7 +180,7 @@ LOADS = {
 def test_hybrid_run(checkpoints, tmp_path):
     refused = {name: dict(settings) for name, (settings, _) in HYBRID_RUN.items()}
     loads = {name: dict(settings) for name, settings in LOADS.items()}
-    outcomes, _ = attempt(
+    outcomes, output = attempt(
         refused | loads,
         checkpoints,
         tmp_path,
@@ -185,6 +198,10 @@ def test_hybrid_run(checkpoints, tmp_path):
     for name in LOADS:
         assert outcomes[name]['error'] is None, outcomes[name]
         assert not outcomes[name]['untouched'], name
+    # Not told of a load that the arguments forbid; what the keys forbid is found after that.
+    announced = output.count('> GPT checkpoint into a hybrid model')
+    by_keys = [name for name, (_, message) in HYBRID_RUN.items() if 'CheckpointingE' in message]
+    assert announced == len(by_keys) + sum(name.startswith('gpt') for name in LOADS)
 
 
 # DCP reads the chunks that there are, and says nothing.
@@ -255,6 +272,9 @@ GPT_RUN_LOADS = {
     },
     'hybrid': {'load': 'hybrid'},
     'hybrid, finetune': {'load': 'hybrid', 'finetune': True},
+    'hybrid without optimizer, finetune': {'load': 'hybrid without optimizer', 'finetune': True},
+    'hybrid release': {'load': 'hybrid release'},
+    'hybrid release without optimizer': {'load': 'hybrid release without optimizer'},
     'hybrid in another order': {'load': 'hybrid in another order'},
     'hybrid without a pattern': {'load': 'hybrid without a pattern'},
     'hybrid with the old name': {'load': 'hybrid with the old name'},
