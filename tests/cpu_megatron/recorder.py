@@ -67,13 +67,15 @@ def optimizer_shards(optimizer) -> dict[str, tuple[int, torch.Tensor]]:
     """What the distributed optimizer keeps for each of this rank's parameters.
 
     Returns:
-        keys ``<parameter>.<state>``; where in the flattened parameter the shard begins, and a copy
-        of it. ``param`` is the main parameter, ``inner`` what a hybrid device optimizer steps.
+        keys ``<parameter>.<state>``, after ``<chunk>.`` if there are several; where in the
+        flattened parameter the shard begins, and a copy of it. ``param`` is the main parameter,
+        ``inner`` what a hybrid device optimizer steps.
     """
     shards = {}
     for part in getattr(optimizer, 'chained_optimizers', [optimizer]):
+        names = _parameter_names(getattr(part, 'model_chunks', []))
         for model_param, (group, order) in getattr(part, 'model_param_group_index_map', {}).items():
-            name = part._param_name(model_param)
+            name = names[model_param]
             start = part._get_model_param_range_map(model_param)['param'].start
             param = part.optimizer.param_groups[group]['params'][order]
             values = {'param': param, **part.optimizer.state.get(param, {})}
@@ -83,6 +85,14 @@ def optimizer_shards(optimizer) -> dict[str, tuple[int, torch.Tensor]]:
                 if isinstance(value, torch.Tensor):
                     shards[f'{name}.{state}'] = (start, value.detach().clone())
     return shards
+
+
+def _parameter_names(chunks) -> dict[torch.nn.Parameter, str]:
+    return {
+        parameter: f'{index}.{name}' if len(chunks) > 1 else name
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def model_state(model) -> dict[str, torch.Tensor]:

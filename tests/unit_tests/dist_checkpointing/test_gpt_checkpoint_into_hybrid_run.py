@@ -17,6 +17,7 @@ GATED = ['--swiglu']
 UNTIED = ['--untie-embeddings-and-output-weights']
 LEARNED = ['--position-embedding-type', 'learned_absolute']
 MOE = ['--disable-bias-linear', '--num-experts', '4', '--moe-router-topk', '2']
+FOUR_CHUNKS = ['--num-layers=4', '--num-layers-per-virtual-pipeline-stage=1']
 COMMON = [
     *('--ckpt-format', 'torch_dist'),
     # the padded vocabulary must not depend on the TP size
@@ -82,6 +83,8 @@ CASES = {
     'finetune, bf16, other lr': Case(
         'M*-*-', training=[*DISTRIBUTED, '--bf16'], load=['--finetune', '--lr=5e-4']
     ),
+    'virtual pipeline': Case('*-|*-|*-|*-', (1, 2, 1, 1), (1, 2, 1, 1), save=FOUR_CHUNKS),
+    'virtual pipeline to tp': Case('M*-*-*-*-', (1, 2, 1, 1), (2, 1, 1, 1), save=FOUR_CHUNKS),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
     'experts 1 to 2': Case('*E*E', (1, 1, 1, 1), (1, 1, 2, 2), model=MOE),
     'mtp': Case('*-*-/*-', save=['--mtp-num-layers=1']),
