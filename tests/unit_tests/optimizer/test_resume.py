@@ -19,6 +19,12 @@ LEGACY = {'legacy': ['--ckpt-format', 'torch']}
 PLAIN = ['--bf16', '--use-distributed-optimizer']
 # buckets of experts and of the other parameters
 MOE = ['--num-experts', '4', '--overlap-grad-reduce', '--ddp-bucket-size', '4000']
+# megatron-core can't save buckets that end in less than the 64 elements it aligns parameters to
+VIRTUAL = [
+    *('--hidden-size', '64', '--ffn-hidden-size', '128'),
+    *('--num-layers', '4', '--num-layers-per-virtual-pipeline-stage', '1'),
+    *('--pipeline-model-parallel-size', '2'),
+]
 
 
 def offload(fraction: float) -> list[str]:
@@ -36,10 +42,12 @@ OPTIONS = {
     'moe buckets': PLAIN + MOE,
     'moe buckets offload 0.5': PLAIN + MOE + offload(0.5),
 }
+OF_TWO_RANKS = {'virtual pipeline offload 0.5': PLAIN + VIRTUAL + offload(0.5)}
 CASES = [
     *((1, sharding_type, name) for sharding_type in FORMATS for name in OPTIONS),
     *((2, sharding_type, name) for sharding_type in FORMATS for name in ('plain', 'offload 0.5')),
     (2, 'dp_reshardable', 'moe buckets offload 0.5'),
+    *((2, sharding_type, name) for sharding_type in FORMATS for name in OF_TWO_RANKS),
 ]
 RESHARDED = ('plain', 'offload 0.5')
 CASES += [(nproc, 'legacy', name) for nproc in (1, 2) for name in RESHARDED]
@@ -48,7 +56,7 @@ FRESH = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
 
 def arguments(nproc: int, sharding_type: str, name: str) -> list[str]:
     experts = ['--expert-model-parallel-size', str(nproc)] if 'moe' in name else []
-    return OPTIONS[name] + (FORMATS | LEGACY)[sharding_type] + experts
+    return (OPTIONS | OF_TWO_RANKS)[name] + (FORMATS | LEGACY)[sharding_type] + experts
 
 
 class Runs:
