@@ -223,7 +223,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     first = rank == 0
     told: list[bool] = []
     request = Request(
-        inputs=lambda: _inputs(args),
+        inputs=lambda: _inputs(args, first),
         output_dir=args.merge_output,
         output_iteration=args.output_iteration,
         save_dtype=args.merge_save_dtype,
@@ -274,8 +274,6 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """End the process where flags don't go together."""
     if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
         parser.error(f'--report-json {args.report_json}: no such directory')
-    if (args.start_checkpoint is None) != (args.end_checkpoint is None):
-        parser.error('a range needs both --start-checkpoint and --end-checkpoint')
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')
@@ -307,11 +305,18 @@ def _missing_input(args: argparse.Namespace) -> str | None:
     return next((path for path in paths if path and not os.path.exists(path)), None)
 
 
-def _inputs(args: argparse.Namespace) -> 'Inputs':
+def _inputs(args: argparse.Namespace, first: bool) -> 'Inputs':
     from .inputs import manual_inputs, range_inputs
 
     if not _is_range(args):
-        return manual_inputs(args.merge_inputs, normalize=args.normalize)
+        inputs = manual_inputs(args.merge_inputs, normalize=args.normalize)
+        if first and (args.start_checkpoint, args.end_checkpoint) != (None, None):
+            print(
+                'weighted_merge: warning: --start-checkpoint and --end-checkpoint make a range '
+                'only together; the pairs are merged as they are',
+                file=sys.stderr,
+            )
+        return inputs
     return range_inputs(
         args.merge_inputs[0],
         args.start_checkpoint,

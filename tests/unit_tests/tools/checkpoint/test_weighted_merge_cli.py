@@ -214,6 +214,17 @@ def test_coefficients_that_hold_themselves(five, tmp_path, capsys, text):
     assert 'w.yaml: ' in line and len(line) < 500
 
 
+@pytest.mark.parametrize('bound', ['--start-checkpoint', '--end-checkpoint'])
+def test_one_bound_makes_no_range(five, tmp_path, capsys, bound):
+    root, paths, models = five
+    pairs = [f'{paths[0]}:0.25', f'{paths[2]}:0.75']
+    assert cli('--merge-inputs', *pairs, bound, 200, '--merge-output', tmp_path / 'out') == 0
+    assert 'make a range only together' in capsys.readouterr().err
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[2]], [0.25, 0.75]))
+    line = refused(capsys, '--merge-inputs', root, bound, 200, '--merge-output', tmp_path / 'no')
+    assert 'give both --start-checkpoint and --end-checkpoint' in line
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(five, tmp_path, capsys):
     root, paths, _ = five
     before = tree(tmp_path)
@@ -417,8 +428,6 @@ def test_byte_accounting(five, out, accounting):
             '--normalize',
         ],
         ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
-        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--start-checkpoint', '4'],
-        ['--merge-inputs', 'a', '--merge-output', 'o', '--end-checkpoint', '4'],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments):
