@@ -9,10 +9,7 @@ for hybrid checkpoints in GPT runs, the steps are added around the functions tha
 import copy
 import re
 import types
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from megatron.core.dist_checkpointing import load_content_metadata
@@ -49,6 +46,12 @@ from megatron.core.dist_checkpointing.saved_arguments import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.training.global_vars import get_args
+from megatron.training.gpt_hybrid_load import (
+    Load,
+    finetuning_keeps_the_optimizer,
+    load_optimizer_when_finetuning,
+    strict_but_for_extra_state,
+)
 from megatron.training.utils import print_rank_0
 
 import megatron_overlay
@@ -61,27 +64,7 @@ default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
-
-@dataclass
-class _Load:
-    """What the functions inside one ``load_checkpoint`` call know of it.
-
-    ``layer_maps`` are there when the checkpoint is of the other kind than the run; ``retarget`` is
-    then the function that points the run's state at it, or None where upstream does so.
-    """
-
-    model: list
-    optimizer: Any
-    layout: CheckpointLayout | None = None
-    content_metadata: dict | None = None
-    release: bool = False
-    layer_maps: GPTCompatLayerMaps | None = None
-    retarget: Callable | None = None
-    load_optim: bool = False
-    loaded: dict | None = field(default=None, repr=False)
-
-
-_current_load: _Load | None = None
+_current_load: Load | None = None
 
 
 def load_checkpoint(
@@ -94,15 +77,15 @@ def load_checkpoint(
         CheckpointingException: the checkpoint and the model don't have the same weights.
     """
     global _current_load
-    outer, _current_load = _current_load, _Load(list(ddp_model), optimizer)
+    outer, _current_load = _current_load, Load(list(ddp_model), optimizer)
     try:
-        guard = _strict_but_for_extra_state(_current_load) if strict else nullcontext()
-        with guard, _finetuning_keeps_the_optimizer(_current_load):
+        guard = strict_but_for_extra_state(_current_load) if strict else nullcontext()
+        with guard, finetuning_keeps_the_optimizer(_current_load):
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
         if _current_load.retarget is not None:
-            _load_optimizer_when_finetuning(_current_load)
+            load_optimizer_when_finetuning(_current_load)
         return result
     finally:
         _current_load = outer
@@ -129,7 +112,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     return result
 
 
-def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release, ckpt_type) -> None:
+def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, ckpt_type) -> None:
     if ckpt_type is CheckpointType.LEGACY:
         _refuse_legacy_gpt(load, state_dict, checkpoint_name)
     if ckpt_type not in (CheckpointType.GLOBAL, CheckpointType.FSDP_DTENSOR):
@@ -150,7 +133,7 @@ def _look_at_checkpoint(load: _Load, args, state_dict, checkpoint_name, release,
         )
 
 
-def _refuse_legacy_gpt(load: _Load, state_dict, checkpoint_name) -> None:
+def _refuse_legacy_gpt(load: Load, state_dict, checkpoint_name) -> None:
     keys = {
         '.'.join(key.split('.')[3:4])
         for name, chunk in state_dict.items()
@@ -167,7 +150,7 @@ def _refuse_legacy_gpt(load: _Load, state_dict, checkpoint_name) -> None:
         )
 
 
-def _refuse_optimizer_formats(load: _Load, args, ckpt_args) -> None:
+def _refuse_optimizer_formats(load: Load, args, ckpt_args) -> None:
     """Only state by parameter can be translated, not state by buffer or by position."""
     sharding_type = stored_optimizer_format(load.content_metadata, ckpt_args)
     if sharding_type not in MODEL_SPACE_FORMATS:
@@ -197,7 +180,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     Raises:
         RuntimeError: the checkpoint can't go into the run; keys and arguments contradict.
     """
-    load = _current_load or _Load(list(model), None)
+    load = _current_load or Load(list(model), None)
     run_is_hybrid = _find_module(model, HybridModel) is not None
     checkpoint_is_hybrid = _checkpoint_is_hybrid(ckpt_args, load.layout)
     if run_is_hybrid == checkpoint_is_hybrid:
@@ -236,7 +219,7 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     return load.layer_maps, load.load_optim
 
 
-def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
+def _set_up_hybrid_to_gpt_load(load: Load, args, ckpt_args) -> None:
     def refuse(reason: str) -> RuntimeError:
         return RuntimeError(
             f'{reason} The hybrid entry point, pretrain_hybrid.py, loads the checkpoint as it is.'
@@ -275,7 +258,7 @@ def _set_up_hybrid_to_gpt_load(load: _Load, args, ckpt_args) -> None:
     _warn_of_other_functions(args, ckpt_args)
 
 
-def _set_up_optimizer(load: _Load, args, ckpt_args) -> None:
+def _set_up_optimizer(load: Load, args, ckpt_args) -> None:
     has_optimizer = not getattr(ckpt_args, 'no_save_optim', False)
     if load.layout is not None:
         has_optimizer = has_optimizer and load.layout.has_optimizer
@@ -334,7 +317,7 @@ def _checkpoint_is_hybrid(ckpt_args, layout: CheckpointLayout | None) -> bool:
 
 
 def _point_at_checkpoint(
-    load: _Load, layer_maps: GPTCompatLayerMaps, sharded_state_dict
+    load: Load, layer_maps: GPTCompatLayerMaps, sharded_state_dict
 ) -> dict[Shard, int]:
     """Make ``sharded_state_dict`` read the checkpoint; returns what has to be read then."""
     parts = {
@@ -348,94 +331,6 @@ def _point_at_checkpoint(
     if load.layout is None:
         return {}
     return check_sources(parts, load.layout, bool(layer_maps.mtp_pattern))
-
-
-@contextmanager
-def _strict_but_for_extra_state(load: _Load):
-    """Keep upstream from falling back to a non-strict load for anything but ``_extra_state``."""
-    for module in load.model:
-        module.load_state_dict = _strict_loader(load, module)
-    try:
-        yield
-    finally:
-        for module in load.model:
-            del module.load_state_dict
-
-
-def _strict_loader(load: _Load, module):
-    original = module.load_state_dict
-
-    def load_state_dict(state_dict, strict=True):
-        if load.layer_maps is not None and not strict:
-            expected = set(module.state_dict())
-            differing = [
-                key
-                for key in sorted(expected.symmetric_difference(state_dict))
-                if not key.endswith('_extra_state')
-            ]
-            if differing:
-                where = 'missing from' if differing[0] in expected else 'only in'
-                raise CheckpointingException(
-                    f'{differing[0]}: {where} the loaded state ({len(differing)} such keys); '
-                    f'between checkpoint and model only _extra_state may differ.'
-                )
-        return original(state_dict, strict=strict)
-
-    return load_state_dict
-
-
-def _load_optimizer_when_finetuning(load: _Load) -> None:
-    # Upstream leaves the optimizer alone then, but for 0.19 and a GPT checkpoint.
-    if load.load_optim and load.loaded is not None and get_args().finetune:
-        _take_own_schedule(load.loaded['optimizer'], load.optimizer)
-        load.optimizer.load_state_dict(load.loaded['optimizer'])
-
-
-@contextmanager
-def _finetuning_keeps_the_optimizer(load: _Load):
-    """Between GPT and hybrid ``--finetune`` starts the schedule anew, and nothing else.
-
-    Upstream takes the main parameters from the weights then, and by now they have been loaded.
-    """
-    optimizer = load.optimizer
-    if optimizer is None or not get_args().finetune:
-        yield
-        return
-    reload_model_params, load_state_dict = optimizer.reload_model_params, optimizer.load_state_dict
-
-    def reload_unless_loaded(*args, **kwargs):
-        if load.retarget is None or not load.load_optim:
-            reload_model_params(*args, **kwargs)
-
-    def load_with_own_schedule(state_dict):
-        if load.layer_maps is not None:
-            _take_own_schedule(state_dict, optimizer)
-        load_state_dict(state_dict)
-
-    optimizer.reload_model_params = reload_unless_loaded
-    optimizer.load_state_dict = load_with_own_schedule
-    try:
-        yield
-    finally:
-        del optimizer.reload_model_params, optimizer.load_state_dict
-
-
-def _take_own_schedule(state_dict: dict, optimizer) -> None:
-    """Give the loaded groups the run's learning rates, where all groups have the same ones."""
-    stored = list(_stored_groups(state_dict))
-    for name in ('max_lr', 'min_lr'):
-        own = {group.get(name) for group in optimizer.param_groups}
-        if len(own) == 1 and len({group.get(name) for group in stored}) == 1:
-            for group in stored:
-                group[name] = next(iter(own))
-
-
-def _stored_groups(state_dict: dict):
-    if 'optimizer' in state_dict:
-        yield from state_dict['optimizer']['param_groups']
-    else:
-        for part in state_dict.values():
-            yield from _stored_groups(part)
 
 
 def _on_first_rank(read):
