@@ -380,7 +380,7 @@ def load_args_from_checkpoint(args, *rest, **kwargs):
 
     What shows a GPT run, where no model is built yet: it gives as many layers as the checkpoint's
     pattern has attention layers, and gives no pattern. A hybrid run has a pattern; it keeps its own
-    Mamba sizes, of which the arguments of a GPT run are mere defaults.
+    layers and Mamba sizes, of which the arguments of a GPT run are others or mere defaults.
     """
     own = {name: getattr(args, name, None) for name in ('num_layers', 'spec', 'moe_layer_freq')}
     mamba = {name: value for name, value in vars(args).items() if name.startswith('mamba_')}
@@ -390,5 +390,5 @@ def load_args_from_checkpoint(args, *rest, **kwargs):
         args.hybrid_layer_pattern, args.spec = None, own['spec']
         args.moe_layer_freq = own['moe_layer_freq']
     if has_pattern and isinstance(result, tuple) and not saved_pattern(result[1]):
-        vars(args).update(mamba)
+        vars(args).update(mamba, spec=own['spec'], moe_layer_freq=own['moe_layer_freq'])
     return result

@@ -8,7 +8,17 @@ from typing import Any
 from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
+from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
+    param_group_identifier_keys,
+)
 from megatron.training.global_vars import get_args
+
+# What the scheduler sets in a group of parameters, or goes by; and what else tells groups apart.
+# Experts may be in groups of their own in one of the runs and not in the other.
+_SCHEDULE = ('lr', 'max_lr', 'min_lr', 'weight_decay', 'start_wd', 'end_wd')
+_KIND = [
+    key for key in param_group_identifier_keys if key not in (*_SCHEDULE, 'is_expert_parallel')
+]
 
 
 @dataclass
@@ -82,7 +92,7 @@ def finetuning_keeps_the_optimizer(load: Load):
     Upstream takes the main parameters from the weights then, and by now they have been loaded.
     """
     optimizer = load.optimizer
-    if optimizer is None or not get_args().finetune:
+    if optimizer is None:
         yield
         return
     reload_model_params, load_state_dict = optimizer.reload_model_params, optimizer.load_state_dict
@@ -92,7 +102,8 @@ def finetuning_keeps_the_optimizer(load: Load):
             reload_model_params(*args, **kwargs)
 
     def load_with_own_schedule(state_dict):
-        if load.layer_maps is not None:
+        # Asked for this late, as --pretrained-checkpoint turns it on within the load.
+        if load.layer_maps is not None and get_args().finetune:
             _take_own_schedule(state_dict, optimizer)
         load_state_dict(state_dict)
 
@@ -105,13 +116,19 @@ def finetuning_keeps_the_optimizer(load: Load):
 
 
 def _take_own_schedule(state_dict: dict, optimizer) -> None:
-    """Give the loaded groups the run's learning rates, where all groups have the same ones."""
-    stored = list(_stored_groups(state_dict))
-    for name in ('max_lr', 'min_lr'):
-        own = {group.get(name) for group in optimizer.param_groups}
-        if len(own) == 1 and len({group.get(name) for group in stored}) == 1:
-            for group in stored:
-                group[name] = next(iter(own))
+    """Give each loaded group what the run's groups of its kind have, where they have the same."""
+    for group in _stored_groups(state_dict):
+        own = {
+            tuple((name, alike[name]) for name in _SCHEDULE if name in alike)
+            for alike in optimizer.param_groups
+            if _kind(alike) == _kind(group)
+        }
+        if len(own) == 1:
+            group.update(own.pop())
+
+
+def _kind(group: dict) -> tuple:
+    return tuple(group.get(key, group.get(f'pre_{key}')) for key in _KIND)
 
 
 def _stored_groups(state_dict: dict):

@@ -99,7 +99,12 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
             CheckpointingException: the run has a group of parameters that no stored one is like.
         """
         if self.optimizer is not None and not self.ddp_config.use_megatron_fsdp:
-            groups_alike(self.optimizer.param_groups, state_dict['optimizer']['param_groups'])
+            own_groups = self.optimizer.param_groups
+            stored_groups = groups_alike(own_groups, state_dict['optimizer']['param_groups'])
+            for own, stored in zip(own_groups, stored_groups, strict=True):
+                # The other Adam doesn't have all of this one's settings.
+                for name in own.keys() - {'params', 'step'}:
+                    stored.setdefault(name, own[name])
         super().load_state_dict(state_dict)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():

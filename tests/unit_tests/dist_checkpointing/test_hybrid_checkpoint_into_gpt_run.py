@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 
 from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_objects, read_tensors
-from tests.unit_tests.dist_checkpointing.load_runs import LAST_SAVED, launch
+from tests.unit_tests.dist_checkpointing.load_runs import LAST_SAVED, launch, schedules
 
 COMMON = [
     *('--ckpt-format=torch_dist', f'--save-interval={LAST_SAVED}'),
@@ -55,6 +55,7 @@ CASES = {
     'ep to pp': Case(2, '*E*E', MOE, gpt=(EP,), hybrid=(PP,)),
 }
 
+OTHER_SCHEDULE = ('--lr=5e-4', '--weight-decay=0.3')
 FINETUNED = ('gated', 'experts, untied, bf16')
 
 
@@ -73,7 +74,11 @@ def work(tmp_path_factory):
                 ('gpt', 'back', [*case.gpt, *case.back, f'--load={work}/{name}/hybrid']),
             ]
             if name in FINETUNED:
-                runs += [('gpt', 'finetuned', ['--finetune', f'--load={work}/{name}/hybrid'])]
+                hybrid = f'{work}/{name}/hybrid'
+                runs += [
+                    ('gpt', 'finetuned', [*OTHER_SCHEDULE, '--finetune', f'--load={hybrid}']),
+                    ('gpt', 'pretrained', [*OTHER_SCHEDULE, f'--pretrained-checkpoint={hybrid}']),
+                ]
             (work / name).mkdir()
             for seed, (kind, run, arguments) in enumerate(runs, 1):
                 own = [f'--save={work}/{name}/{run}', f'--seed={seed}']
@@ -132,12 +137,20 @@ def test_the_hybrid_run_s_own_steps_come_back(work, name):
 
 
 @pytest.mark.parametrize('name', FINETUNED)
-def test_finetune_keeps_the_optimizer_state(work, name):
+@pytest.mark.parametrize('run', ['finetuned', 'pretrained'])
+def test_finetuning_keeps_the_optimizer_state_and_starts_the_schedule(work, name, run):
     hybrid = read_tensors(work / name / 'hybrid' / 'iter_0000003')
-    finetuned = read_tensors(work / name / 'finetuned' / 'iter_0000000')
+    finetuned = read_tensors(work / name / run / 'iter_0000000')
     assert len(hybrid) > len(finetuned)
     for key, value in hybrid.items():
         assert torch.equal(value, gpt_source(finetuned, key, CASES[name].pattern)), key
+    # at the beginning of the warm-up; biases and norms have no weight decay
+    assert schedules(work / name / 'hybrid' / 'iter_0000003')['max_lr'] == {1e-3}
+    assert schedules(work / name / run / 'iter_0000000') == {
+        'lr': {0.0},
+        'max_lr': {5e-4},
+        'weight_decay': {0.3, 0.0},
+    }
 
 
 def plain(value):

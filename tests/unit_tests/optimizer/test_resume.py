@@ -51,6 +51,7 @@ CASES = [
 ]
 RESHARDED = ('plain', 'offload 0.5')
 CASES += [(nproc, 'legacy', name) for nproc in (1, 2) for name in RESHARDED]
+SWITCHED = [(1, sharding_type, 'plain') for sharding_type in FORMATS]
 FRESH = [(1, sharding_type, 'offload 0.5') for sharding_type in FORMATS]
 
 
@@ -90,8 +91,8 @@ class Runs:
             self.resume('rest', *case),
         ]
 
-    def resume(self, kind: str, *case) -> dict:
-        checkpoints = self.path('checkpoints', *case)
+    def resume(self, kind: str, *case, saved_in: Path | None = None) -> dict:
+        checkpoints = (saved_in or self.work) / self.path('checkpoints', *case).name
         return {
             'name': kind,
             'kind': 'gpt',
@@ -117,7 +118,10 @@ def all_runs(tmp_path_factory) -> dict[str, Runs]:
         ]
     )
     # in fresh processes, which have nothing in common with those that saved but the files
-    fresh = [partial(runs.launch, 1, _fresh(runs) + _resharded(runs, 2)) for runs in adams]
+    fresh = [
+        partial(runs.launch, 1, _fresh(runs) + _resharded(runs, 2) + _switched(runs, other))
+        for runs, other in zip(adams, reversed(adams), strict=True)
+    ]
     two_at_once([*fresh, partial(stock.launch, 1, list(rest))])
     return {runs.adam: runs for runs in adams} | {'stock': stock}
 
@@ -133,6 +137,10 @@ def _started(runs: Runs, nproc: int) -> list[dict]:
 
 def _fresh(runs: Runs) -> list[dict]:
     return [runs.resume('fresh', *case) for case in FRESH]
+
+
+def _switched(runs: Runs, other: Runs) -> list[dict]:
+    return [runs.resume('switched', *case, saved_in=other.work) for case in SWITCHED]
 
 
 def _resharded(runs: Runs, saved_by: int) -> list[dict]:
@@ -175,6 +183,20 @@ def test_in_a_fresh_process(runs, case):
 @pytest.mark.parametrize('case', STOCK, ids=case_id)
 def test_a_checkpoint_of_stock_megatron(all_runs, case):
     goes_on(all_runs['stock'], 'rest', *case)
+
+
+@pytest.mark.parametrize('case', SWITCHED, ids=case_id)
+def test_the_other_adam_goes_on(runs, all_runs, case):
+    (adam,) = set(ADAMS) - {runs.adam}
+    (saved,), (loaded,) = all_runs[adam].result('rest', *case), runs.result('switched', *case)
+    assert [step['iteration'] for step in loaded['steps']] == [4, 5, 6]
+    assert loaded['steps'][0] == saved['steps'][0]
+    of_both = ('.param', '.exp_avg', '.exp_avg_sq')
+    expected, found = (
+        {k: shard for k, (_, shard) in record['loaded'].items() if k.endswith(of_both)}
+        for record in (saved, loaded)
+    )
+    equal(expected, found)
 
 
 @pytest.fixture(scope='module')
