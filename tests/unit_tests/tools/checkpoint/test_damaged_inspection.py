@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
+from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from megatron.core.optimizer.checkpoint_command import main as resume
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -324,3 +325,87 @@ def test_rank_file_with_odd_optimizer_or_arguments(ranks, data):
 @given(st.data())
 def test_rank_file_that_contains_itself(ranks, data):
     ranks.look(data.draw(looped_file(ranks.state)))
+
+
+# --- what the campaigns found, each once
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        {'content_metadata': {'distrib_optim_sharding_type': 2**40}},
+        {'content_metadata': torch.zeros(3)},
+        {'iteration': torch.ones(3)},
+        {'optimizer': {'param_groups': [{'step': torch.ones(3)}, {'step': math.inf}]}},
+        {'args': Namespace(optimizer_cpu_offload=True, optimizer_offload_fraction=10**500)},
+        {'args': Namespace(optimizer_cpu_offload=torch.zeros(3))},
+        {'args': Namespace(hybrid_layer_pattern=torch.zeros(3))},
+        {'args': Namespace(num_layers=torch.zeros(3))},
+        {'args': Namespace(use_distributed_optimizer=torch.zeros(3)), 'content_metadata': None},
+    ],
+)
+def test_odd_values_in_common_state(lab, change):
+    path = lab.paths[0]
+    with lab.damaged(path / 'common.pt', saved(lab.common | change)):
+        assert ends_well(main, path) == ends_well(main, '--json', path) == 0
+        assert ends_well(resume, path) == 0
+        dry_run(path)
+
+
+def test_common_state_in_a_loop(lab):
+    state = {'optimizer': {}}
+    state['optimizer']['again'] = state['optimizer']
+    assert leaked_param_states(state) == []
+    with lab.damaged(lab.paths[0] / 'common.pt', saved(state)):
+        assert ends_well(main, lab.paths[0]) == ends_well(resume, lab.paths[0]) == 1
+        assert dry_run(lab.paths[0]) == 1
+
+
+def first_place(metadata):
+    return next(place for index, place in metadata.storage_data.items() if SETTINGS in index.fqn)
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda m: m.state_dict_metadata.update({10**5000: None}),
+        lambda m: setattr(first_place(m), 'offset', 10**5000),
+        lambda m: setattr(first_place(m), 'length', 2**62),
+        lambda m: setattr(first_place(m), 'relative_path', 'a\0b'),
+        lambda m: setattr(first_place(m), 'relative_path', '\ud800'),
+    ],
+)
+def test_odd_entries_in_the_metadata(lab, change):
+    """Their messages can't be made, or the files that they name not be asked for."""
+    path = lab.paths[0]
+    metadata = metadata_of(path)
+    change(metadata)
+    with lab.damaged(path / '.metadata', pickle.dumps(metadata)):
+        look(path, lab.paths[1])
+        assert ends_well(main, path) == ends_well(resume, path) == 1
+
+
+def test_a_key_stays_on_its_line(lab):
+    metadata = metadata_of(lab.paths[0])
+    weights = metadata.state_dict_metadata
+    weights['a\nb\x1b[31m'] = weights['decoder.final_layernorm.weight']
+    with lab.damaged(lab.paths[0] / '.metadata', pickle.dumps(metadata)):
+        ends_well(resume, lab.paths[0], '--check-weights')
+
+
+def test_settings_of_an_empty_list(lab):
+    index, place = next(
+        item for item in metadata_of(lab.paths[0]).storage_data.items() if SETTINGS in item[0].fqn
+    )
+    path = lab.paths[0] / place.relative_path
+    whole, end = path.read_bytes(), place.offset + place.length
+    settings = saved([])
+    assert len(settings) <= place.length
+    metadata = metadata_of(lab.paths[0])
+    first_place(metadata).length = len(settings)
+    settings = settings.ljust(place.length, b'\0')
+    with (
+        lab.damaged(path, whole[: place.offset] + settings + whole[end:]),
+        lab.damaged(lab.paths[0] / '.metadata', pickle.dumps(metadata)),
+    ):
+        assert ends_well(main, lab.paths[0]) == ends_well(resume, lab.paths[0]) == 0
