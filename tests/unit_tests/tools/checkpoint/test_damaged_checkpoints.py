@@ -154,7 +154,7 @@ def test_common_state_with_odd_content(lab, data):
         assert_same(merged, lab.expected)
 
 
-@examples(20)
+@examples(10)
 @given(st.data())
 def test_common_state_that_contains_itself(lab, data):
     state = {'iteration': 2, 'args': Namespace(iteration=2), 'lr': [1, {'w': 2.5}], 'd': {'e': {}}}

@@ -225,21 +225,26 @@ def test_files_with_damaged_bytes(lab, data, name):
 @given(st.data())
 def test_settings_of_the_optimizer_with_damaged_bytes(lab, data):
     """They are read at their place among the tensors."""
-    index, place = next(
-        item for item in metadata_of(lab.paths[0]).storage_data.items() if SETTINGS in item[0].fqn
+    settings = [{'param_groups': [{'step': 2, 'lr': 0.1}]}]
+    content = data.draw(
+        st.one_of(damaged_bytes(saved(settings)), damaged_object(settings).map(saved))
     )
-    path = lab.paths[0] / place.relative_path
-    whole, end = path.read_bytes(), place.offset + place.length
-    settings = data.draw(
-        st.one_of(
-            damaged_bytes(whole[place.offset : end]),
-            damaged_object([{'param_groups': [{'step': 2, 'lr': 0.1}]}]).map(saved),
-        )
-    )
-    settings = settings[: place.length].ljust(place.length, b'\0')
-    with lab.damaged(path, whole[: place.offset] + settings + whole[end:]):
+    with settings_of(lab, content):
         ends_well(main, lab.paths[0])
         ends_well(resume, lab.paths[0])
+
+
+@contextlib.contextmanager
+def settings_of(lab, content):
+    """The first checkpoint with other settings of its optimizer, in a file of their own."""
+    metadata = metadata_of(lab.paths[0])
+    place = first_place(metadata)
+    place.relative_path, place.offset, place.length = 'settings.distcp', 0, len(content)
+    with (
+        lab.damaged(lab.paths[0] / place.relative_path, content),
+        lab.damaged(lab.paths[0] / '.metadata', pickle.dumps(metadata)),
+    ):
+        yield
 
 
 @examples(20)
@@ -394,18 +399,5 @@ def test_a_key_stays_on_its_line(lab):
 
 
 def test_settings_of_an_empty_list(lab):
-    index, place = next(
-        item for item in metadata_of(lab.paths[0]).storage_data.items() if SETTINGS in item[0].fqn
-    )
-    path = lab.paths[0] / place.relative_path
-    whole, end = path.read_bytes(), place.offset + place.length
-    settings = saved([])
-    assert len(settings) <= place.length
-    metadata = metadata_of(lab.paths[0])
-    first_place(metadata).length = len(settings)
-    settings = settings.ljust(place.length, b'\0')
-    with (
-        lab.damaged(path, whole[: place.offset] + settings + whole[end:]),
-        lab.damaged(lab.paths[0] / '.metadata', pickle.dumps(metadata)),
-    ):
+    with settings_of(lab, saved([])):
         assert ends_well(main, lab.paths[0]) == ends_well(resume, lab.paths[0]) == 0

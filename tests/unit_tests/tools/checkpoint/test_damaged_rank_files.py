@@ -66,11 +66,12 @@ class Lab:
             return
         back = torch.load(self.back / ITERATION / 'mp_rank_00_001' / FILE)
         back.pop('pipeline_stage_states')
-        if damaged['optimizer'] is None:  # as good as none
+        if damaged.get('optimizer', 0) is None:  # as good as none
             del damaged['optimizer']
-        for name in SIZES if damaged['args'] is not None else ():  # every file gets them
-            if getattr(damaged['args'], name, None) is None:
-                setattr(damaged['args'], name, getattr(self.state['args'], name))
+        args = damaged.get('args')
+        for name in SIZES if args is not None else ():  # all args get them
+            if getattr(args, name, None) is None:
+                setattr(args, name, getattr(self.state['args'], name))
         assert same(back, damaged) == []
 
 
