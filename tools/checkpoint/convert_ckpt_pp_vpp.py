@@ -21,7 +21,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.quiet import missing_packages
-from .common.stdout import tell
+from .common.stdout import complain, tell
 
 if TYPE_CHECKING:
     from .pp_vpp.commands import Request
@@ -318,13 +318,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     reason = missing_packages()
     if reason is not None:
-        print(f'error: {reason}', file=sys.stderr)
-        return 1
+        return complain(reason)
     try:
         asked = request(args)
     except Misuse as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+        return complain(error)
     try:
         return _run(asked, args)
     except KeyboardInterrupt:
@@ -352,10 +350,9 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
             return 0 if tell('\n'.join(plan)) else 1
         execute(prepared, options)
     except CheckpointError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+        return complain(error)
     except Interrupted as stopped:
-        print(f'error: {stopped}', file=sys.stderr)
+        complain(stopped)
         return stopped.exit_code
     seconds = format_seconds(time.perf_counter() - start)
     written = f'{format_bytes(prepared.bytes)} written in {seconds}'

@@ -10,6 +10,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.quiet import quiet_imports
+from .common.stdout import complain
 
 _DESCRIPTION = """\
 Tell what `pretrain_hybrid.py --load CHECKPOINT --hybrid-layer-pattern PATTERN` will do with a
@@ -36,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     reason = _why_not_active()
     if reason:
-        print(f'Can not tell: {reason}')
-        return 1
+        return complain(reason)
     with quiet_imports():
         from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
     return report(options.checkpoint, options.pattern)

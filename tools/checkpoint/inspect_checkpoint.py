@@ -20,7 +20,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.quiet import missing_packages
-from .common.stdout import tell
+from .common.stdout import complain, tell
 
 if TYPE_CHECKING:
     from .inspection.compare import Comparison
@@ -82,16 +82,19 @@ def inspect_checkpoint(path: str | Path) -> 'CheckpointSummary':
             or holds what would have to be run
         OSError: a file can't be read
     """
+    from . import inspection  # noqa: F401  (before megatron, see main)
+    from .common.errors import reading
     from .inspection.locate import LEGACY, locate
 
     directory, format_ = locate(path)
-    if format_ == LEGACY:
-        from .inspection.legacy import summarise_legacy
+    with reading(directory, 'checkpoint that Megatron wrote'):
+        if format_ == LEGACY:
+            from .inspection.legacy import summarise_legacy
 
-        return summarise_legacy(directory)
-    from .inspection.distributed import summarise_distributed
+            return summarise_legacy(directory)
+        from .inspection.distributed import summarise_distributed
 
-    return summarise_distributed(directory, format_)
+        return summarise_distributed(directory, format_)
 
 
 def compare_checkpoints(first: str | Path, other: str | Path) -> 'Comparison':
@@ -111,16 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     reason = missing_packages()
     if reason is not None:
-        print(f'error: {reason}', file=sys.stderr)
-        return 1
+        return complain(reason)
     try:
         from . import inspection  # noqa: F401  (before megatron, which the overlay goes in front of)
         from .common.errors import CheckpointingException, one_line
         from .common.safe_load import TRUST_HINT
-        from .inspection.report import comparison_text, printable
+        from .inspection.report import comparison_text
     except (ImportError, RuntimeError) as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 1
+        return complain(error)
     try:
         if args.diff is None:
             result: CheckpointSummary | Comparison = inspect_checkpoint(args.path)
@@ -129,13 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = compare_checkpoints(*args.diff)
             text, status = comparison_text(result), int(not result.mergeable)
     except CheckpointingException as error:
-        message = str(error).replace(TRUST_HINT, 'nothing of it was run')
-        print(f'error: {printable(message)}', file=sys.stderr)
-        return 1
+        return complain(str(error).replace(TRUST_HINT, 'nothing of it was run'))
     except OSError as error:
-        reason = f'{error.filename}: {error.strerror}' if error.filename else one_line(error)
-        print(f'error: {printable(reason)}', file=sys.stderr)
-        return 1
+        return complain(
+            f'{error.filename}: {error.strerror}' if error.filename else one_line(error)
+        )
     told = tell(json.dumps(result.as_json(), indent=2) if args.json else text)
     return status if told else 1
 

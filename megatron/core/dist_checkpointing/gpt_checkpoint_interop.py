@@ -91,12 +91,13 @@ def stored_optimizer_format(content_metadata: Any, args: Any) -> str | None:
         content_metadata: of the checkpoint; None or empty for one from before it was stored.
         args: saved with the checkpoint, where they were.
     """
-    if not content_metadata and getattr(args, 'use_distributed_optimizer', False):
+    content = content_metadata if isinstance(content_metadata, Mapping) else {}
+    if not content and getattr(args, 'use_distributed_optimizer', False) is True:
         # Before content metadata existed the format followed from one flag.
-        full = getattr(args, 'ckpt_fully_parallel_save', False)
+        full = getattr(args, 'ckpt_fully_parallel_save', False) is True
         return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    known = isinstance(content_metadata, Mapping)
-    return content_metadata.get('distrib_optim_sharding_type') if known else None
+    stored = content.get('distrib_optim_sharding_type')
+    return stored if isinstance(stored, str) else None
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(

@@ -25,10 +25,12 @@ from megatron.core.optimizer.resume_report import read_common_state
 try:
     from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
+    from megatron_overlay.tools.checkpoint.common.stdout import printable, tell
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
     from tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from tools.checkpoint.common.safe_load import load_dcp_metadata
+    from tools.checkpoint.common.stdout import printable, tell
 
 _TRACKER = 'latest_checkpointed_iteration.txt'
 
@@ -59,10 +61,9 @@ def report(checkpoint: str, pattern: str) -> int:
             raise CheckpointingException(reason)
         lines = list(describe(directory, layout, layer_maps, common))
     except (CheckpointingException, ValueError) as error:
-        print(f'Will not load: {error}')
+        tell(f'Will not load: {printable(str(error))}')
         return 1
-    print('\n'.join(lines))
-    return 0
+    return 0 if tell('\n'.join(map(printable, lines))) else 1
 
 
 def checkpoint_directory(path: str) -> str:

@@ -48,9 +48,8 @@ _BY_LAYER_NUMBER = ('no_rope_freq', 'window_attn_skip_freq')
 def saved_pattern(saved: Any) -> str | None:
     """Hybrid layer pattern in arguments; None for those of a GPT run."""
     # The second name is the one before 0.16.
-    return getattr(saved, 'hybrid_layer_pattern', None) or getattr(
-        saved, 'hybrid_override_pattern', None
-    )
+    found = (getattr(saved, f'hybrid_{name}_pattern', None) for name in ('layer', 'override'))
+    return next((pattern for pattern in found if isinstance(pattern, str) and pattern), None)
 
 
 def contradiction(saved: Any, layout: CheckpointLayout) -> str | None:
@@ -61,8 +60,8 @@ def contradiction(saved: Any, layout: CheckpointLayout) -> str | None:
     if pattern:
         said = f'have the hybrid layer pattern {pattern!r}'
         shown = 'is of a GPT model'
-    elif num_layers not in (None, layout.num_layers):
-        said, shown = f'say {num_layers} layers', f'and others are of {layout.num_layers}'
+    elif num_layers is not None and not _is(num_layers, layout.num_layers):
+        said, shown = f'say {num_layers!r:.99} layers', f'and others are of {layout.num_layers}'
     else:
         return None
     return (
@@ -103,6 +102,11 @@ def other_functions(own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:
         found, expected = getattr(own, name, None), getattr(saved, name, None)
         if found or expected:
             yield name, found, expected
+
+
+def _is(found: Any, number: int) -> bool:
+    # Comparing with a number of any type, such as a tensor of several, can fail.
+    return isinstance(found, int) and found == number
 
 
 def _effective(args: Any, name: str) -> Any:

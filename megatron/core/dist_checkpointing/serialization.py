@@ -68,10 +68,12 @@ def leaked_param_states(common_state_dict: dict[str, Any]) -> list[dict[str, Any
         [],
         [value for key, value in common_state_dict.items() if str(key).startswith('optimizer')],
     )
+    seen: set[int] = set()
     while todo:
         state = todo.pop()
-        if not isinstance(state, dict):
+        if not isinstance(state, dict) or id(state) in seen:
             continue
+        seen.add(id(state))  # a state can contain itself
         if state.get('param_state_sharding_type') == 'dp_reshardable':
             if 'param_state' in state:
                 found.append(state)

@@ -1,7 +1,6 @@
 """The command line of ``python -m megatron.core.optimizer.distrib_optimizer``."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -11,6 +10,12 @@ from megatron.core.optimizer.resume_report import (
     read_resume_report,
 )
 from megatron.core.optimizer.weight_check import check_weights
+
+try:
+    from megatron_overlay.tools.checkpoint.common.stdout import complain, tell
+except ModuleNotFoundError:
+    # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.stdout import complain, tell
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,11 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if not options.check_weights:
-            print(describe(read_resume_report(options.checkpoint)))
-            return 0
+            return 0 if tell(describe(read_resume_report(options.checkpoint))) else 1
         check = check_weights(iteration_directory(options.checkpoint))
     except CheckpointingException as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(check.describe())
-    return 1 if check.different else 0
+        return complain(error)
+    return 0 if tell(check.describe()) and not check.different else 1

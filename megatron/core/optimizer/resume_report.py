@@ -4,6 +4,8 @@ Read are the metadata, the common state and the optimizers' settings; no tensor 
 """
 
 import io
+import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 try:
     from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+    from megatron_overlay.tools.checkpoint.common.stdout import printable
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
     from tools.checkpoint.common.paths import iteration_dirname, read_tracker
     from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+    from tools.checkpoint.common.stdout import printable
 
 TRACKER = 'latest_checkpointed_iteration.txt'
 _COMMON_STATE = re.compile(r'common_state/')
@@ -84,18 +88,24 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
     """
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
     settings = _stored_objects(directory, metadata, _SETTINGS, unread=re.compile(''))
-    args = common.get('args')
-    offloading = getattr(args, 'optimizer_cpu_offload', False)
+    iteration = common.get('iteration')
     return ResumeReport(
         checkpoint_dir=directory,
-        iteration=common.get('iteration'),
+        iteration=iteration if isinstance(iteration, int) else None,
         sharding_type=_sharding_type(common, metadata),
         steps=_steps(common.get('optimizer')).union(*map(_steps, settings)),
         leaked_steps=sum(
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
-        offload_fraction=getattr(args, 'optimizer_offload_fraction', None) if offloading else None,
+        offload_fraction=_offload_fraction(common.get('args')),
     )
+
+
+def _offload_fraction(args: Any) -> float | None:
+    fraction = getattr(args, 'optimizer_offload_fraction', None)
+    offloading = getattr(args, 'optimizer_cpu_offload', False) is True
+    known = offloading and isinstance(fraction, (int, float)) and 0 <= fraction <= 1
+    return fraction if known else None
 
 
 def iteration_directory(checkpoint: Path) -> Path:
@@ -156,12 +166,18 @@ def _stored_objects(
             path = directory / place.relative_path
             try:
                 with open(path, 'rb') as file:
+                    found, needed = os.fstat(file.fileno()).st_size, place.offset + place.length
+                    if found < needed:
+                        raise CheckpointingException(
+                            f'{path}: {found} bytes, the metadata says at least {needed}; truncated'
+                        )
                     file.seek(place.offset)
                     content = file.read(place.length)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise CheckpointingException(f'{path}: can not be read ({error})') from error
             value = _load(io.BytesIO(content), f'{path}: {index.fqn}', unread)
-            objects.append(value[0] if isinstance(value, list) else value)
+            wrapped = isinstance(value, list) and len(value) == 1
+            objects.append(value[0] if wrapped else value)
     return objects
 
 
@@ -195,13 +211,14 @@ def _load(source: Path | io.BytesIO, name: str, unread: re.Pattern = _OPTIMIZER_
 def _sharding_type(common: dict, metadata: Metadata) -> str:
     """The stored type, else what the keys of the tensors tell."""
     content = common.get('content_metadata')
-    stored = content.get('distrib_optim_sharding_type') if isinstance(content, dict) else None
+    content = content if isinstance(content, dict) else {}
+    stored = content.get('distrib_optim_sharding_type')
     keys = [key for key in metadata.state_dict_metadata if _OPTIMIZER.match(key)]
     if not keys:
         return 'none'
     if any('.gbuf_idx_' in key for key in keys):
         return 'dp_reshardable'
-    if stored:
+    if isinstance(stored, str) and stored:
         return stored
     if content or any(key.startswith('optimizer.state.fp32_param.') for key in keys):
         return 'plain'
@@ -213,11 +230,18 @@ def _steps(optimizer_state: Any) -> set[int]:
         return set()
     groups = optimizer_state.get('param_groups')
     if isinstance(groups, list):
-        steps = [group.get('step') for group in groups if isinstance(group, dict)]
-        return {int(step) for step in steps if isinstance(step, (int, float, torch.Tensor))}
+        steps = [_number(group.get('step')) for group in groups if isinstance(group, dict)]
+        return {int(step) for step in steps if step is not None}
     return set().union(
         *(_steps(value) for key, value in optimizer_state.items() if key != 'param_state')
     )
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return value if finite else None
 
 
 def _count_leaves(value: Any) -> int:
@@ -242,7 +266,7 @@ def describe(report: ResumeReport) -> str:
         'resuming with megatron-core as it is',
         *(f'  - {line}' for line in _stock(report)),
     ]
-    return '\n'.join(lines)
+    return '\n'.join(map(printable, lines))
 
 
 def _or_unknown(value: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.resume_report import load_dcp_metadata
+from megatron.core.optimizer.resume_report import load_dcp_metadata, printable
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -66,7 +66,7 @@ class WeightCheck:
                 'was saved by stock megatron-core from several buckets, the weights are right:',
                 'resume with --no-load-optim. Otherwise either may be damaged: take another one.',
             ]
-        return '\n'.join(lines)
+        return '\n'.join(map(printable, lines))
 
 
 def check_weights(directory: Path) -> WeightCheck:

@@ -207,8 +207,8 @@ def test_the_dry_run_without_what_it_needs(installed, stock, without_core, sourc
         (without_core, tree, {}, 'megatron-core 0.17'),
     ]:
         run = environment.run(script, tmp_path, '*-', path=path, **variables)
-        assert run.returncode == 1 and run.stdout.startswith('Can not tell: '), run.stderr
-        assert reason in run.stdout and run.stdout.count('\n') == 1 and not run.stderr
+        assert run.returncode == 1 and run.stderr.startswith('error: '), run.stdout
+        assert reason in run.stderr and run.stderr.count('\n') == 1 and not run.stdout
 
 
 def test_the_dry_run_s_output_is_its_own(installed, tmp_path):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .core import CheckpointingException
+from .stdout import printable
 
 
 class CheckpointError(CheckpointingException, ValueError):
@@ -16,9 +17,7 @@ class CheckpointError(CheckpointingException, ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(
-            message if message.isprintable() else ''.join(map(_printable, message.rstrip()))
-        )
+        super().__init__(printable(message.rstrip()))
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def reading(path: Path, expected: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointError, OSError):
+    except (CheckpointingException, OSError):
         raise
     except Exception as error:
         raise CheckpointError(
@@ -42,11 +41,15 @@ def reading(path: Path, expected: str) -> Iterator[None]:
         ) from error
 
 
+def shown(value: object) -> str:
+    """What a file holds, in at most 99 characters."""
+    try:
+        return f'{value!r:.99}'
+    except Exception:  # such as an integer of more digits than Python prints
+        return f'a value of type {type(value).__name__}'
+
+
 def one_line(error: BaseException) -> str:
     """First line of an error's message, or its class name where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() else ascii(character)[1:-1]

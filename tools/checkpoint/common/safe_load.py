@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, one_line, shown
+from .nesting import Endless, refuse_endless
 from .pickle_scan import refuse_memory_request
 
 METADATA_NAME = '.metadata'
@@ -130,11 +131,11 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
         raise CheckpointError(f'{file}: holds {type(metadata).__name__}, expected DCP metadata')
     for key, entry in metadata.state_dict_metadata.items():
         if not (isinstance(key, str) and _is_entry(entry)):
-            raise CheckpointError(f'{file}: not DCP metadata, or damaged (entry {key!r:.99})')
+            raise CheckpointError(f'{file}: not DCP metadata, or damaged (entry {shown(key)})')
     for index, place in metadata.storage_data.items():
         if not _is_place(index, place):
             raise CheckpointError(
-                f'{file}: not DCP metadata, or damaged (storage of {index!r:.99})'
+                f'{file}: not DCP metadata, or damaged (storage of {shown(index)})'
             )
     return metadata
 
@@ -166,9 +167,12 @@ def _is_place(index: Any, place: Any) -> bool:
         and isinstance(getattr(index, 'offset', None), torch.Size | None)
         and isinstance(place, _StorageInfo)
         and isinstance(getattr(place, 'relative_path', None), str)
-        and type(getattr(place, 'offset', None)) is int
-        and type(getattr(place, 'length', None)) is int
+        and all(_is_size(getattr(place, name, None)) for name in ('offset', 'length'))
     )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _restricted_loads(data: bytes) -> Any:
@@ -235,7 +239,12 @@ def load_torch(
     try:
         # Leaving the block takes away what it added; what core has registered must stay.
         with torch.serialization.safe_globals(_not_registered(_NUMPY)):
-            return torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
+            value = torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
+        if not trust:
+            refuse_endless(value)
+        return value
+    except Endless as error:
+        raise CheckpointError(f'{name}: {error}; the file is damaged') from error
     except FileNotFoundError as error:
         raise CheckpointError(f'{name}: no such file') from error
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""Standard output that may be full, closed or a pipe that nobody reads."""
+"""What the tools say: standard output that may be full or closed, and the one line of an error."""
 
 import os
 import sys
@@ -7,19 +7,39 @@ import sys
 def tell(text: str) -> bool:
     """Print to standard output, at once; where that fails, say so in one line on standard error.
 
-    Nothing more is written to standard output then, not by Python as it exits either.
+    Nothing more is written to standard output then, not by Python as it exits either. Characters
+    that the terminal's encoding lacks are escaped.
 
     Returns:
         whether it was written
     """
+    encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, 'backslashreplace').decode(encoding), flush=True)
     except OSError as error:
-        reason = error.strerror or error
-        print(f"error: standard output can't be written: {reason}", file=sys.stderr)
+        complain(f"standard output can't be written: {error.strerror or error}")
         _discard()
         return False
     return True
+
+
+def complain(reason: object) -> int:
+    """Print why a tool ends, in the one form that all of them have.
+
+    Returns:
+        the exit status that goes with it
+    """
+    print(f'error: {printable(str(reason))}', file=sys.stderr)
+    return 1
+
+
+def printable(text: str) -> str:
+    """One line that any terminal takes: what would break it or act on the terminal is escaped."""
+    return text if text.isprintable() else ''.join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def _discard() -> None:

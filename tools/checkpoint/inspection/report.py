@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from ..common.progress import format_bytes
+from ..common.stdout import printable
 from .compare import Comparison
 from .locate import LEGACY
 from .summary import Amount, CheckpointSummary, Model
@@ -56,13 +57,6 @@ def comparison_text(comparison: Comparison) -> str:
     else:
         lines.append(f'mergeable with {options}' if options else 'mergeable')
     return '\n'.join(map(printable, lines))
-
-
-def printable(line: str) -> str:
-    """One line that any terminal takes: what can't be printed is escaped."""
-    return ''.join(
-        char if char.isprintable() else char.encode('unicode_escape').decode() for char in line
-    )
 
 
 def _model(model: Model) -> str:

@@ -2,13 +2,12 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.quiet import missing_packages
-from ..common.stdout import tell
+from ..common.stdout import complain, tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
 from .schedules import STYLES
 
@@ -209,8 +208,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     missing = _missing_input(args)
     reason = missing_packages() if missing is None else f"{missing}: doesn't exist"
     if reason is not None:
-        print(f'weighted_merge: error: {reason}', file=sys.stderr)
-        return 1
+        return complain(reason)
 
     from ..common.errors import CheckpointError
     from ..common.publish import Interrupted
@@ -250,10 +248,10 @@ def run(argv: Sequence[str] | None = None) -> int:
             write_json(result, args.report_json)
     except CheckpointError as error:
         if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
-            print(f'weighted_merge: error: {error}', file=sys.stderr)
+            complain(error)
         return 1
     except Interrupted as stopped:
-        print(f'weighted_merge: {stopped}', file=sys.stderr)
+        complain(stopped)
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130

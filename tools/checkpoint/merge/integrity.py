@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, shown
 from .ranks import Ranks
 
 MANIFEST = 'integrity.json'
@@ -29,12 +29,12 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
         content = json.loads(file.read_text())
         algorithm, files = content.get('algorithm', _ALGORITHM), dict(content['files'].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f'{file}: no integrity manifest: {error!r}') from error
+        raise CheckpointError(f'{file}: no integrity manifest: {shown(error)}') from error
     if algorithm != _ALGORITHM:
-        raise CheckpointError(f'{file}: algorithm {algorithm!r}, expected {_ALGORITHM!r}')
+        raise CheckpointError(f'{file}: algorithm {shown(algorithm)}, expected {_ALGORITHM!r}')
     for name in files:
         if not name.isprintable() or '/' in name or name in ('', '..'):
-            raise CheckpointError(f'{file}: names {name!r}, expected a file of the checkpoint')
+            raise CheckpointError(f'{file}: names {shown(name)}, expected a file of the checkpoint')
     return files
 
 

@@ -265,13 +265,15 @@ def prepare(request: Request, world_size: int) -> Prepared:
         extra_state_source=extra_states.directory,
         balanced=request.balance_rank_work,
     )
+    content_bytes = plan.output_bytes + sum(job.piece.length for job in plan.byte_entries)
     result = MergeResult(
         output_dir=target,
         inputs=[str(directory) for directory in inputs.directories],
         weights=list(inputs.weights),
         averaged_tensors=len(plan.tensors),
         copied_extra_states=len(plan.byte_entries),
-        bytes_written=plan.output_bytes + sum(job.piece.length for job in plan.byte_entries),
+        content_bytes=content_bytes,
+        bytes_written=content_bytes,
         world_size=world_size,
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..common.errors import CheckpointError
@@ -41,8 +41,10 @@ class MergeResult:
         inputs, weights: what was merged, in order
         averaged_tensors: number of tensors merged
         copied_extra_states: number of ``_extra_state`` entries copied
-        bytes_read: bytes of stored elements and entries read by all ranks
-        bytes_written: bytes of the output
+        bytes_read: content read by all ranks: bytes of elements and of ``_extra_state`` entries
+        content_bytes: content of the output
+        bytes_written: bytes of the output's files, which have archives, metadata and common state
+            besides; ``content_bytes`` where nobody looked at them, as in a dry run
         world_size: number of ranks
         rank_bytes: source bytes of each rank
         peak_memory: largest resident size of each rank in bytes
@@ -61,6 +63,7 @@ class MergeResult:
     averaged_tensors: int
     copied_extra_states: int
     bytes_read: int = 0
+    content_bytes: int = 0
     bytes_written: int = 0
     world_size: int = 1
     rank_bytes: list[int] = field(default_factory=list)
@@ -85,8 +88,9 @@ def plan_text(result: MergeResult) -> str:
     lines += [
         f'output: {result.output_dir}',
         f'  {result.averaged_tensors} tensors averaged, {result.copied_extra_states} _extra_state '
-        f'entries copied, {format_bytes(result.bytes_written)}',
-        f'  {format_bytes(sum(result.rank_bytes))} to read by {result.world_size} rank'
+        f'entries copied: {format_bytes(result.content_bytes)} of content, and what files take '
+        'besides',
+        f'  {format_bytes(sum(result.rank_bytes))} of content to read by {result.world_size} rank'
         f'{"s" if result.world_size > 1 else ""}: '
         + ', '.join(_some([format_bytes(size) for size in result.rank_bytes])),
     ]
@@ -106,10 +110,9 @@ def report_text(result: MergeResult) -> str:
         f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
         f'load {times.load:.2f}, accumulate {times.accumulate:.2f}, save {times.save:.2f}, '
         f'verify {times.verify:.2f}, publish {times.publish:.2f})',
-        f'read {format_bytes(result.bytes_read)} at '
+        f'read {format_bytes(result.bytes_read)} of content at '
         f'{format_rate(result.bytes_read, times.total)}, '
-        f'wrote {format_bytes(result.bytes_written)} at '
-        f'{format_rate(result.bytes_written, times.total)}',
+        f'wrote {_written(result)} at {format_rate(result.bytes_written, times.total)}',
         'peak host memory by rank: '
         + ', '.join(_some([format_bytes(size) for size in result.peak_memory]))
         + '; above what was loaded before the merge (Python, torch): '
@@ -119,6 +122,13 @@ def report_text(result: MergeResult) -> str:
         f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()
     ]
     return '\n'.join(lines)
+
+
+def _written(result: MergeResult) -> str:
+    content = f'{format_bytes(result.content_bytes)} of content'
+    if result.bytes_written == result.content_bytes:
+        return content
+    return f'{format_bytes(result.bytes_written)} of files ({content})'
 
 
 def write_json(result: MergeResult, file: Path) -> None:
@@ -142,7 +152,12 @@ def is_report(content: bytes) -> bool:
         found = json.loads(content)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and {field.name for field in fields(MergeResult)} <= set(found)
+    required = {
+        field.name
+        for field in fields(MergeResult)
+        if field.default is field.default_factory is MISSING  # reports of other versions have them
+    }
+    return isinstance(found, dict) and required <= set(found)
 
 
 def _some(values: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..common.errors import CheckpointError, one_line
+from ..common.errors import CheckpointError, one_line, shown
 from ..common.paths import CONFIG_NAME
 from ..common.safe_load import METADATA_NAME, load_dcp_metadata
 from .geometry import Box, tiling_fault
@@ -168,7 +168,7 @@ def read_config(directory: Path) -> dict[str, object]:
         raise CheckpointError(f'{file}: no readable JSON: {one_line(error)}') from error
     found = config.get('sharded_backend') if isinstance(config, dict) else None
     if found != FORMAT:
-        raise CheckpointError(f'{file}: format {found!r}, expected {FORMAT!r}')
+        raise CheckpointError(f'{file}: format {shown(found)}, expected {FORMAT!r}')
     return {key: value for key, value in config.items() if not key.startswith('common_')}
 
 
@@ -270,6 +270,8 @@ def check_file(file: Path, size: int) -> None:
         found = file.stat().st_size
     except OSError as error:
         raise CheckpointError(f'{file}: {error.strerror or error}') from error
+    except ValueError as error:  # characters that no file name has
+        raise CheckpointError(f'{file}: {one_line(error)}') from error
     if found < size:
         raise CheckpointError(
             f'{file}: {found} bytes, the metadata says at least {size}; truncated'

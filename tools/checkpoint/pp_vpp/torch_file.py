@@ -219,8 +219,10 @@ def _payload(file: BinaryIO, record: zipfile.ZipInfo) -> int:
     """Offset of a record's bytes.
 
     Raises:
-        zipfile.BadZipFile: its header doesn't fit the directory
+        zipfile.BadZipFile: its header doesn't fit the directory, or the sizes there each other
     """
+    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        raise zipfile.BadZipFile(f'{record.filename} is not stored as it is')
     file.seek(record.header_offset)
     header = file.read(HEADER.size)
     header += file.read(sum(HEADER.unpack(header)[-2:]))

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit_tests.tools.checkpoint.handmade import write_run
+from tests.unit_tests.tools.checkpoint.inspect_runs import write_runs
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import run
 
 EXTRA = {'decoder.layers.mlp.linear_fc1._extra_state': b'never unpickled \x80\x05.'}
@@ -49,3 +50,9 @@ def vpp(tmp_path_factory):
         optimizer='fused_adam',
     )
     return root
+
+
+@pytest.fixture(scope='session')
+def real(tmp_path_factory):
+    """Checkpoints by name, each of a run of one or two steps or of a model alone."""
+    return write_runs(tmp_path_factory.mktemp('real'))

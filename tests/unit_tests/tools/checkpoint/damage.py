@@ -2,7 +2,9 @@
 
 import copy
 import io
+import json
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, reject, settings
 from hypothesis import strategies as st
 
 from tools.checkpoint.common.errors import CheckpointError
@@ -47,12 +49,14 @@ _ODD = [
     2**31,
     2**40,
     2**70,
+    10**500,
     10**5000,
     1.5,
     float('nan'),
     '',
     'x',
     'a\nb\x1b[31m',
+    'a\0b',
     '\ud800',
     '../../etc/passwd',
     'decoder.layers.9999999999.mlp.linear_fc1.weight',
@@ -70,6 +74,8 @@ _ODD = [
     torch.float16,
     torch.int8,
 ]
+
+_INDEX = st.integers(0, len(_ODD) - 1)  # hypothesis can't show all of them
 
 
 def examples(number: int) -> Any:
@@ -127,10 +133,44 @@ def damaged_object(draw: Any, value: Any) -> Any:
             node = _child(parent, key)
             children = _children(node)
         if parent is None:
-            return draw(st.sampled_from(_ODD))
+            return _ODD[draw(_INDEX)]
         kind = draw(st.sampled_from(('replace', 'replace', 'drop', 'rename')))
-        _change(parent, key, kind, draw(st.sampled_from(_ODD)))
+        _change(parent, key, kind, _ODD[draw(_INDEX)])
     return changed
+
+
+@st.composite
+def damaged_pickle(draw: Any, value: Any) -> bytes:
+    """The pickle of what ``damaged_object`` makes, but for what can't be pickled."""
+    changed = draw(damaged_object(value))
+    try:
+        return pickle.dumps(changed)
+    except Exception:
+        reject()
+
+
+@st.composite
+def damaged_json(draw: Any, value: Any) -> bytes:
+    """The same as JSON, or that with damaged bytes."""
+    changed = draw(damaged_object(value))
+    try:
+        whole = json.dumps(changed).encode()
+    except Exception:
+        reject()
+    return draw(st.one_of(st.just(whole), damaged_bytes(whole)))
+
+
+@st.composite
+def looped_file(draw: Any, value: Any) -> bytes:
+    """A saved copy of a tree of containers and namespaces of which one contains itself."""
+    changed = copy.deepcopy(value)
+    parents, node, key = [], changed, None
+    while isinstance(node, (dict, list, Namespace)) and (children := _children(node)):
+        parents.append(node)
+        key = draw(st.sampled_from(children))
+        node = _child(node, key)
+    _change(parents[-1], key, 'replace', parents[draw(st.integers(0, len(parents) - 1))])
+    return saved(changed)
 
 
 def _children(node: Any) -> list[Any]:

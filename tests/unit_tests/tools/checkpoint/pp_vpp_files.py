@@ -53,7 +53,8 @@ def same(one, other, path='') -> list[str]:
         return [f'{path}: {type(one)} {type(other)}']
     if type(one).__module__.startswith('numpy'):
         return [] if (one == other).all() else [path]
-    return [] if one == other else [f'{path}: {one} {other}']
+    alike = one == other or (one != one and other != other)  # NaN
+    return [] if alike else [f'{path}: {one} {other}']
 
 
 def path_of(root, rank):

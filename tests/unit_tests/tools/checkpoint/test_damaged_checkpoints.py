@@ -5,10 +5,12 @@ docs/reliability.md.
 """
 
 import contextlib
+import hashlib
 import io
 import pickle
 import pickletools
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
@@ -20,9 +22,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.unit_tests.tools.checkpoint.damage import (
     damaged_bytes,
+    damaged_json,
     damaged_object,
+    damaged_pickle,
     examples,
     guarded,
+    looped_file,
     refused,
     saved,
 )
@@ -80,7 +85,10 @@ class Lab:
                 return None
             return model(out / 'iter_0000002')
         finally:
-            damaged.write_bytes(self.files.get(name, b''))
+            if name in self.files:
+                damaged.write_bytes(self.files[name])
+            else:
+                damaged.unlink()
             shutil.rmtree(self.root / 'out', ignore_errors=True)
 
 
@@ -105,7 +113,7 @@ def test_metadata_with_damaged_bytes(lab, data):
 @given(st.data())
 def test_metadata_with_odd_content(lab, data):
     metadata = dcp.FileSystemReader(lab.paths[1]).read_metadata()
-    merged = lab.merged('.metadata', pickle.dumps(data.draw(damaged_object(metadata))))
+    merged = lab.merged('.metadata', data.draw(damaged_pickle(metadata)))
     if merged is not None:
         assert_same(merged, lab.expected)
 
@@ -146,10 +154,29 @@ def test_common_state_with_odd_content(lab, data):
         assert_same(merged, lab.expected)
 
 
+@examples(10)
+@given(st.data())
+def test_common_state_that_contains_itself(lab, data):
+    state = {'iteration': 2, 'args': Namespace(iteration=2), 'lr': [1, {'w': 2.5}], 'd': {'e': {}}}
+    merged = lab.merged('common.pt', data.draw(looped_file(state)))
+    if merged is not None:
+        assert_same(merged, lab.expected)
+
+
 @examples(30)
 @given(st.data())
 def test_format_file_with_damaged_bytes(lab, data):
     merged = lab.merged('metadata.json', data.draw(damaged_bytes(lab.files['metadata.json'])))
+    if merged is not None:
+        assert_same(merged, lab.expected)
+
+
+@examples(40)
+@given(st.data())
+def test_odd_manifest(lab, data):
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in lab.files.items()}
+    content = data.draw(damaged_json({'algorithm': 'sha256', 'files': digests}))
+    merged = lab.merged('integrity.json', content, verify=True)
     if merged is not None:
         assert_same(merged, lab.expected)
 
@@ -159,7 +186,7 @@ def test_format_file_with_damaged_bytes(lab, data):
 def test_dry_run_of_a_load_with_odd_metadata(lab, data):
     """The look at what a load will do ends in its report, with 0 or 1."""
     metadata = dcp.FileSystemReader(lab.paths[0]).read_metadata()
-    whole = pickle.dumps(data.draw(damaged_object(metadata)))
+    whole = data.draw(damaged_pickle(metadata))
     damaged = lab.paths[1] / '.metadata'
     damaged.write_bytes(data.draw(st.one_of(st.just(whole), damaged_bytes(whole))))
     output = io.StringIO()
@@ -233,10 +260,7 @@ def test_json_that_python_gives_up_on(lab, content):
     ],
 )
 def test_manifests_that_name_no_file(lab, content):
-    try:
-        assert lab.merged('integrity.json', content, verify=True) is None
-    finally:
-        (lab.paths[1] / 'integrity.json').unlink()
+    assert lab.merged('integrity.json', content, verify=True) is None
 
 
 def test_a_message_stays_on_its_line():

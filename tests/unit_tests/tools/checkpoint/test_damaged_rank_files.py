@@ -17,6 +17,7 @@ from tests.unit_tests.tools.checkpoint.damage import (
     damaged_bytes,
     damaged_object,
     examples,
+    looped_file,
     refused,
     saved,
 )
@@ -26,6 +27,7 @@ from tools.checkpoint.pp_vpp.convert import Options, execute, prepare
 
 FILE = 'model_optim_rng.pt'
 OPTIONS = Options(workers=1)
+SIZES = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
 
 
 class Lab:
@@ -64,8 +66,12 @@ class Lab:
             return
         back = torch.load(self.back / ITERATION / 'mp_rank_00_001' / FILE)
         back.pop('pipeline_stage_states')
-        if damaged['optimizer'] is None:  # as good as none
+        if damaged.get('optimizer', 0) is None:  # as good as none
             del damaged['optimizer']
+        args = damaged.get('args')
+        for name in SIZES if args is not None else ():  # all args get them
+            if getattr(args, name, None) is None:
+                setattr(args, name, getattr(self.state['args'], name))
         assert same(back, damaged) == []
 
 
@@ -100,6 +106,44 @@ def test_rank_file_with_damaged_zip_headers(lab, data):
     lab.split(lab.content[:-4000] + tail)
 
 
+@examples(10)
+@given(st.data())
+def test_rank_file_that_contains_itself(lab, data):
+    lab.split(data.draw(looped_file(lab.state)))
+
+
+@pytest.fixture(scope='module')
+def bf16(pp4, tmp_path_factory):
+    root = tmp_path_factory.mktemp('bf16')
+    shutil.copytree(pp4, root / 'source')
+    return root
+
+
+@examples(20)
+@given(st.data())
+def test_stage_with_odd_optimizer(bf16, data):
+    """Of bf16 with fp32 masters: merged and split again it is what it was, or it is refused."""
+    source, merged, back = (bf16 / name for name in ('source', 'merged', 'back'))
+    file = source / ITERATION / 'mp_rank_00_001' / FILE
+    content = file.read_bytes()
+    state = torch.load(io.BytesIO(content), weights_only=False)
+    changed = saved({**state, 'optimizer': data.draw(damaged_object(state['optimizer']))})
+    file.write_bytes(changed)
+    try:
+        if refused(lambda: convert(merge_plain(2, source, merged))) is not None:
+            assert not merged.exists(), 'something was left'
+            return
+        assert refused(lambda: convert(split_plain(merged, back))) is None
+        found = torch.load(back / ITERATION / 'mp_rank_00_001' / FILE, weights_only=False)
+        expected = torch.load(io.BytesIO(changed), weights_only=False)
+        for key in ('model', 'optimizer'):
+            assert same(found.get(key), expected[key]) == []
+    finally:
+        file.write_bytes(content)
+        for output in (merged, back):
+            shutil.rmtree(output, ignore_errors=True)
+
+
 # --- what the campaigns found, each once
 
 
@@ -109,6 +153,23 @@ def changed(state, **values):
 
 def with_args(state, **values):
     return changed(state, args=Namespace(**{**vars(state['args']), **values}))
+
+
+def test_sizes_that_contradict_each_other_in_the_zip_directory(lab):
+    """Mapped, the bytes are found; torch's own load of the same file fails."""
+    data = bytearray(lab.content)
+    name = data.rindex(b'model_optim_rng/data/3')
+    data[name - 26 : name - 22] = b'\xff' * 4  # stored bytes; the next four are the content's
+    assert lab.split(bytes(data))
+
+
+@pytest.mark.parametrize('name', SIZES)
+def test_sizes_that_args_lack_are_written(lab, name):
+    for value in (None, 'gone'):
+        args = Namespace(**{**vars(lab.state['args']), name: value})
+        if value:
+            delattr(args, name)
+        assert not lab.split(saved(changed(lab.state, args=args))) and lab.joined
 
 
 @pytest.mark.parametrize(

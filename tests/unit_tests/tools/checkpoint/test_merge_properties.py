@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit_tests.tools.checkpoint.damage import examples
+from tests.unit_tests.tools.checkpoint.damage import damaged_bytes, examples
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge import geometry
 from tools.checkpoint.merge.coefficients import load_coefficients
@@ -84,6 +85,27 @@ def test_a_file_of_weights_gives_each_iteration_one_or_is_refused(
     else:
         assert list(found) == [100, 200]
         assert all(isinstance(weight, float) for weight in found.values())
+
+
+@examples(60)
+@given(
+    damaged_bytes(b'{"100": 0.25, "200": 7.5e-1}')
+    | damaged_bytes(b'# weights\n100: 0.25\n200: &a 0.75\n'),
+    st.sampled_from(['json', 'yaml']),
+)
+def test_a_damaged_file_of_weights_gives_what_python_reads_or_is_refused(
+    tmp_path_factory, content, suffix
+):
+    file = tmp_path_factory.getbasetemp() / f'damaged.{suffix}'
+    file.write_bytes(content)
+    try:
+        found = load_coefficients(file, [100, 200])
+    except CheckpointError as error:
+        assert str(error).isprintable()
+    else:
+        text = content.decode()
+        plain = json.loads(text) if suffix == 'json' else yaml.safe_load(text)
+        assert found == {int(key): float(value) for key, value in plain.items()}
 
 
 # --- chunks

@@ -13,6 +13,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     plain_merge,
     tree,
 )
+from tools.checkpoint.common.progress import format_bytes
 from tools.checkpoint.weighted_merge import checkpoint_coefficients, main
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
@@ -272,6 +273,14 @@ def test_report_and_its_json(five, tmp_path, capsys):
     assert report['timings']['total'] > 0 and report['output_dir'] == str(tmp_path / 'out')
     written = sum(len(data) for data in tree(tmp_path / 'out').values())
     assert report['bytes_written'] == written
+    content = (
+        sum(t.nbytes for t in five[2][0].values())
+        + report['bytes_read']
+        - 2 * sum(t.nbytes for t in five[2][0].values())
+    )
+    assert report['content_bytes'] == content
+    sizes = f'{format_bytes(written)} of files ({format_bytes(content)} of content) at'
+    assert f'wrote {sizes}' in text and f'copied: {format_bytes(content)} of content' in text
 
 
 def test_a_report_never_replaces_anything_but_a_report(five, tmp_path, capsys):
@@ -312,7 +321,7 @@ def refused(capsys, *arguments):
     """The one line of a merge that is refused."""
     assert cli(*arguments) == 1
     error = capsys.readouterr().err
-    assert error.count('\n') == 1 and error.startswith('weighted_merge: error: ')
+    assert error.count('\n') == 1 and error.startswith('error: ')
     return error
 
 
