@@ -1,6 +1,7 @@
 """Tell what loading a GPT checkpoint into a hybrid model will do, from its metadata alone."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ if __package__ in (None, ''):  # run as a script
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 
+# Options have a small letter; layer symbols don't.
+_OPTION = re.compile(r'-.*[a-z]').match
 _DESCRIPTION = """\
 Tell what `pretrain_hybrid.py --load CHECKPOINT --hybrid-layer-pattern PATTERN` will do with a
 checkpoint of a GPT model: which layer reads what, what starts fresh, and whether the load will
@@ -34,13 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         'checkpoint', help='an iter_XXXXXXX or release directory, or the directory above it'
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
-    options = parser.parse_args(argv)
+    options = parser.parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
     reason = _why_not_active()
     if reason:
         return complain(reason)
     with quiet_imports():
         from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
     return report(options.checkpoint, options.pattern)
+
+
+def _with_pattern_last(argv: Sequence[str]) -> list[str]:
+    """The arguments, so that a pattern which begins with a dense MLP isn't taken for an option."""
+    patterns = [word for word in argv if len(word) > 1 and word[0] == '-' and not _OPTION(word)]
+    if not patterns or '--' in argv:
+        return list(argv)
+    return [*(word for word in argv if word not in patterns), '--', *patterns]
 
 
 def _why_not_active() -> str | None:

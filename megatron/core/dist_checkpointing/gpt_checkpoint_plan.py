@@ -23,12 +23,16 @@ from megatron.core.dist_checkpointing.saved_arguments import contradiction
 from megatron.core.optimizer.resume_report import read_common_state
 
 try:
-    from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
+    from megatron_overlay.tools.checkpoint.common.paths import (
+        RELEASE,
+        iteration_dirname,
+        read_tracker,
+    )
     from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
     from megatron_overlay.tools.checkpoint.common.stdout import printable, tell
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common.paths import iteration_dirname, read_tracker
+    from tools.checkpoint.common.paths import RELEASE, iteration_dirname, read_tracker
     from tools.checkpoint.common.safe_load import load_dcp_metadata
     from tools.checkpoint.common.stdout import printable, tell
 
@@ -107,7 +111,11 @@ def describe(
     for hybrid, source in sorted(sources.items()):
         yield f'  hybrid layer {hybrid:3}  <-  {source}'
     if layer_maps.mtp_pattern:
-        yield f'  MTP {layer_maps.mtp_pattern!r}  <-  {layout.mtp_depths} MTP layer(s)'
+        depths = layer_maps.mtp_depths
+        stored = f'{layout.mtp_depths} MTP layer(s)'
+        yield f'  MTP {layer_maps.mtp_pattern!r}, {depths} depth(s)  <-  {stored}'
+        if depths > layout.mtp_depths:
+            yield '  one MTP layer for all depths: the run needs --mtp-use-repeated-layer'
     elif layout.mtp_depths:
         yield f'  the {layout.mtp_depths} MTP layer(s) of the checkpoint are not read'
     if not layer_maps.keeps_gpt_order:
@@ -115,14 +123,16 @@ def describe(
             'Not in the order of a GPT model, each MLP after its attention: the same weights will '
             'compute something else.'
         )
-    yield from describe_optimizer(layout, common)
+    yield from describe_optimizer(layout, common, Path(directory).name == RELEASE)
 
 
-def describe_optimizer(layout: CheckpointLayout, common: Mapping[str, Any]):
+def describe_optimizer(layout: CheckpointLayout, common: Mapping[str, Any], release: bool):
     """Lines of the report that say what happens to the optimizer state."""
     sharding_type = optimizer_format(layout, common)
     yield f'Optimizer state: {sharding_type or "none"}'
-    if sharding_type is None:
+    if release:
+        yield 'Will load; the optimizer starts fresh, as from any release.'
+    elif sharding_type is None:
         yield 'Will load with --no-load-optim.'
     elif sharding_type in MODEL_SPACE_FORMATS:
         yield 'Will load, with its optimizer state.'

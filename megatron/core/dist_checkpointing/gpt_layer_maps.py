@@ -33,6 +33,7 @@ class GPTCompatLayerMaps:
             layers that differ from one another, instead of as the leading axis.
         mtp_pattern: layers of each multi-token prediction depth, one attention, one MLP and any
             that start fresh; empty where the depths aren't paired.
+        mtp_depths: how many such depths the pattern has.
     """
 
     attention_to_gpt: Mapping[int, int]
@@ -41,13 +42,16 @@ class GPTCompatLayerMaps:
     num_gpt_layers: int
     indexed: bool = False
     mtp_pattern: str = ''
+    mtp_depths: int = 0
 
     @property
     def keeps_gpt_order(self) -> bool:
         """Whether the layers with a source are computed as in GPT, each MLP after its attention."""
         pairs = zip(self.attention_to_gpt, self.mlp_to_gpt, strict=True)
         in_gpt_order = [layer for pair in pairs for layer in pair]
-        return in_gpt_order == sorted(in_gpt_order)
+        of_mtp = [symbol for symbol in self.mtp_pattern if symbol not in _FRESH_INIT_SYMBOLS]
+        mtp_begins_with_mlp = bool(of_mtp) and of_mtp[0] in _MLP_SYMBOLS
+        return in_gpt_order == sorted(in_gpt_order) and not mtp_begins_with_mlp
 
     def gpt_layer(self, hybrid_layer: int) -> int | None:
         """GPT layer that ``hybrid_layer`` reads; None for a layer that starts fresh.
@@ -142,6 +146,7 @@ def gpt_compatible_layer_maps(
         num_gpt_layers=len(attention),
         indexed=layout is not None and layout.indexed,
         mtp_pattern=mtp_symbols,
+        mtp_depths=parsed.mtp_num_depths if mtp_symbols else 0,
     )
 
 

@@ -42,7 +42,7 @@ class ResumeReport:
         iteration: as stored; None where it isn't.
         sharding_type: the optimizer's format; 'none' without optimizer state, 'plain' for
             an optimizer that isn't distributed.
-        steps: Adam's step counts in the parameter groups.
+        steps: Adam's step counts, in the parameter groups or common to all parameters.
         leaked_steps: number of values of per-parameter state in the common state.
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
@@ -231,6 +231,9 @@ def _steps(optimizer_state: Any) -> set[int]:
     groups = optimizer_state.get('param_groups')
     if isinstance(groups, list):
         steps = [_number(group.get('step')) for group in groups if isinstance(group, dict)]
+        state = optimizer_state.get('state')
+        if isinstance(state, dict):  # of an optimizer that isn't distributed
+            steps.append(_number(state.get('common_step')))
         return {int(step) for step in steps if step is not None}
     return set().union(
         *(_steps(value) for key, value in optimizer_state.items() if key != 'param_state')
@@ -291,13 +294,13 @@ def with_overlay(report: ResumeReport) -> list[str]:
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
-    lines = ['the next steps are those of the run that did not stop']
+    lines = ['no step is stored: bias correction starts again, all else goes on']
+    if report.steps:
+        lines = ['the next steps are those of the run that did not stop']
     if report.leaked_steps:
         lines.append('the leaked values are ignored: the parameter groups have the step')
     if len(report.steps) > 1:
         lines.append('the parameter groups disagree on the step: loading will be refused')
-    if not report.steps:
-        lines.append('no step is stored: bias correction starts again')
     if report.in_buckets:
         lines.append('only the data-parallel size may change (--dist-ckpt-optim-fully-reshardable')
         lines[-1] += ' when saving lets the others change, too)'

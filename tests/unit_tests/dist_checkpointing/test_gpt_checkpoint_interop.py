@@ -4,6 +4,7 @@ import dataclasses
 import io
 import pickle
 import re
+import shutil
 
 import pytest
 import torch
@@ -393,6 +394,8 @@ def test_mtp_depths_that_do_not_pair_are_refused(tmp_path):
     # The other kind of MLP has other keys.
     with pytest.raises(CheckpointingException, match=r'mtp\.layers\.0\.transformer_layer\.mlp'):
         load_into_hybrid(tmp_path / 'mtp', '*-*-/*E/*E', tmp_path / 'again', num_moe_experts=4)
+    assert interop.gpt_compatible_layer_maps('*-*-/M*-/M*-', mtp).keeps_gpt_order
+    assert not interop.gpt_compatible_layer_maps('*-*-/-*/-*', mtp).keeps_gpt_order
     # Without an MTP part the depths stay unread.
     assert not interop.gpt_compatible_layer_maps('*-*-', mtp).mtp_pattern
 
@@ -416,6 +419,10 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     assert not any('order' in line for line in lines)
     assert main([str(tmp_path), '*M*--']) == 0
     assert 'Not in the order of a GPT model' in capsys.readouterr().out
+    assert main(['--', str(tmp_path), '-*-*']) == main([str(tmp_path), '-*-*']) == 0
+    shutil.copytree(tmp_path / 'iter_0000002', tmp_path / 'release')
+    assert main([str(tmp_path / 'release'), '*-*-']) == 0
+    assert 'the optimizer starts fresh' in capsys.readouterr().out.splitlines()[-1]
     for path, pattern, reason in [
         (tmp_path, '*-', '2 layers'),
         (tmp_path, '*E*E', 'dense'),
@@ -427,6 +434,15 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('two')
     assert main([str(tmp_path), '*-*-']) == 1
     assert "holds 'two'" in capsys.readouterr().out
+
+
+def test_the_dry_run_tells_of_a_layer_for_all_depths(tmp_path, capsys):
+    save_gpt(tmp_path / 'mtp', mtp_num_layers=1)
+    for pattern, depths in (('*-*-/*-', 1), ('*-*-/*-/*-', 2)):
+        assert main([str(tmp_path / 'mtp'), pattern]) == 0
+        out = capsys.readouterr().out
+        assert f'{depths} depth(s)  <-  1 MTP layer(s)' in out
+        assert ('--mtp-use-repeated-layer' in out) is (depths > 1)
 
 
 class Hostile:

@@ -216,7 +216,13 @@ def test_the_inspector_tells_what_a_load_will_do(tmp_path):
 
     save_hybrid(tmp_path / 'iter_0000002', '**--')
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
-    assert verdict(tmp_path) == (True, '--num-layers 2; optimizer state too')
+    taken, reason = verdict(tmp_path)
+    assert taken and 'in another order' in reason and reason.endswith('; optimizer state too')
+    save_hybrid(tmp_path / 'release', '*-*E', num_moe_experts=4)
+    assert verdict(tmp_path / 'release') == (
+        True,
+        '--num-layers 2 --moe-layer-freq "[0, 1]"; the optimizer starts fresh, as from any release',
+    )
     save_hybrid(tmp_path / 'mamba', 'M*-')
     taken, reason = verdict(tmp_path / 'mamba')
     assert not taken and "layer 0, 'M'" in reason

@@ -82,6 +82,15 @@ def test_what_resuming_does(report, line):
     assert line in describe(ResumeReport(Path('c'), 4, *report))
 
 
+@pytest.mark.parametrize('distributed', [[], ['--use-distributed-optimizer']])
+def test_the_step_of_any_optimizer_is_found(distributed, tmp_path):
+    options = ('--train-iters', '3', '--save', str(tmp_path), '--ckpt-format', 'torch_dist')
+    warm.run(1, 'tests.cpu_megatron.pretrain', 'gpt', *options, *distributed)
+    report = read_resume_report(tmp_path)
+    assert report.steps == {3} and report.loads
+    assert (report.sharding_type == 'plain') is (not distributed)
+
+
 def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
     legacy, dangling, damaged = (tmp_path / name for name in ('legacy', 'dangling', 'damaged'))
     (legacy / 'mp_rank_00').mkdir(parents=True)

@@ -313,6 +313,7 @@ def test_gpt_run(checkpoints, tmp_path):
         ([], 'hybrid', '*-*-'),
         (['--num-layers=4'], 'hybrid', '*-*-'),
         (['--num-layers=2', '--hybrid-layer-pattern=**--'], 'hybrid', '**--'),
+        (['--hybrid-layer-pattern=*-*-'], 'gpt', '*-*-'),
         ([], 'hybrid with mamba', 'M*-M*-'),
         (['--num-layers=2'], 'hybrid with mamba', 'M*-M*-'),
     ],
@@ -328,6 +329,8 @@ def test_arguments_from_the_checkpoint(given, checkpoint, pattern, checkpoints, 
     load_args_from_checkpoint(args)
     assert args.hybrid_layer_pattern == pattern
     assert args.hidden_size == 32
+    if checkpoint == 'gpt' and pattern:
+        assert (args.spec, args.moe_layer_freq) == (['own', 'spec'], [0, 1])
     if pattern is None:
         assert args.num_layers == 2
         assert checkpoint == 'gpt' or (args.spec, args.moe_layer_freq) == (['own', 'spec'], [0, 1])

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..common.errors import CheckpointError
-from ..common.paths import parse_iteration_dirname
+from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.safe_load import load_dcp_metadata
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import COMMON_FILE, COMMON_KEY, MODEL_KEY, TRAINING_KEY, check_file
@@ -64,6 +64,7 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
         info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
+    release = directory.name == RELEASE
     return CheckpointSummary(
         directory=directory,
         format=format_,
@@ -82,9 +83,9 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
             (uses.hybrid_into_gpt if layout.family == 'hybrid' else uses.gpt_into_hybrid)(
-                format_, layout, common
+                format_, layout, common, release
             ),
-            uses.resume(format_, layout, report),
+            uses.resume(format_, layout, report, release),
         ],
     )
 

@@ -50,6 +50,7 @@ def gpt_into_hybrid(
     format_: str,
     layout: CheckpointLayout,
     common: Mapping[str, Any],
+    release: bool,
 ) -> Use:
     """Whether a hybrid run loads the checkpoint, whose common state is given, as a GPT model's."""
     if layout.family != 'gpt':
@@ -76,21 +77,31 @@ def gpt_into_hybrid(
         )
     if format_ == FSDP:
         return Use(INTEROP, True, f'{reason}; from megatron-core 0.19 on')
-    return Use(INTEROP, True, f'{reason}; {_optimizer_state(layout, common)}')
+    return Use(INTEROP, True, f'{reason}; {_optimizer_state(layout, common, release)}')
 
 
-def hybrid_into_gpt(format_: str, layout: CheckpointLayout, common: Mapping[str, Any]) -> Use:
+def hybrid_into_gpt(
+    format_: str, layout: CheckpointLayout, common: Mapping[str, Any], release: bool
+) -> Use:
     """Whether a GPT run loads the checkpoint of a hybrid model, whose common state is given."""
     if format_ != DISTRIBUTED:
         return Use(REVERSE, False, f'{format_} checkpoints are not translated')
     try:
-        layers = hybrid_checkpoint_layer_maps(layout).num_gpt_layers
+        layer_maps = hybrid_checkpoint_layer_maps(layout)
     except ValueError as error:
         return Use(REVERSE, False, str(error))
-    return Use(REVERSE, True, f'--num-layers {layers}; {_optimizer_state(layout, common)}')
+    reason = f'--num-layers {layer_maps.num_gpt_layers}'
+    is_moe = [int(layout.mlp_kinds.get(layer) == MOE) for layer in layer_maps.mlp_to_gpt]
+    if len(set(is_moe)) > 1:
+        reason += f' --moe-layer-freq "{is_moe}"'
+    if not layer_maps.keeps_gpt_order:
+        reason += '; a GPT model computes its layers in another order, and so something else'
+    return Use(REVERSE, True, f'{reason}; {_optimizer_state(layout, common, release)}')
 
 
-def _optimizer_state(layout: CheckpointLayout, common: Mapping[str, Any]) -> str:
+def _optimizer_state(layout: CheckpointLayout, common: Mapping[str, Any], release: bool) -> str:
+    if release:
+        return 'the optimizer starts fresh, as from any release'
     stored = stored_optimizer_format(common.get('content_metadata'), common.get('args'))
     if not layout.has_optimizer:
         return 'with --no-load-optim, as there is no optimizer state'
@@ -100,8 +111,12 @@ def _optimizer_state(layout: CheckpointLayout, common: Mapping[str, Any]) -> str
     return f'with --no-load-optim, as its optimizer state ({kind}) is not stored by parameter'
 
 
-def resume(format_: str, layout: CheckpointLayout, report: ResumeReport | None) -> Use:
+def resume(
+    format_: str, layout: CheckpointLayout, report: ResumeReport | None, release: bool
+) -> Use:
     """Whether a run goes on from the checkpoint with its optimizer state."""
+    if release:
+        return Use(RESUME, False, 'the optimizer starts fresh from a release')
     if report is None:
         if layout.has_optimizer:
             return Use(RESUME, True, f'{format_} is left to megatron-core')

@@ -309,10 +309,9 @@ def _inputs(args: argparse.Namespace, first: bool) -> 'Inputs':
     if not _is_range(args):
         inputs = manual_inputs(args.merge_inputs, normalize=args.normalize)
         if first and (args.start_checkpoint, args.end_checkpoint) != (None, None):
-            print(
-                'weighted_merge: warning: --start-checkpoint and --end-checkpoint make a range '
-                'only together; the pairs are merged as they are',
-                file=sys.stderr,
+            tell(
+                'warning: --start-checkpoint and --end-checkpoint make a range only together; the '
+                'pairs are merged as they are'
             )
         return inputs
     return range_inputs(
