@@ -18,7 +18,6 @@ from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
 from .edges import refuse_misplaced, refuse_stray_keys
 from .layout import ChunkId, Move, Plan
-from .optimizer_state import WAY_OUT
 from .rank_args import Layout
 from .rank_file import OldRank
 from .same_model import SameModel
@@ -114,27 +113,15 @@ def prepare(request: Request, options: Options) -> Prepared:
     )
     size, without_args = 0, 0
     same_model = SameModel()
-    stepped: dict[bool | None, Path] = {}
-    optimizers: dict[bool, Path] = {}
     for job in jobs:
         ranks, _ = read_ranks(job, options)
-        for rank in ranks.values():
-            same_model.check(rank, job.layout.tensor_size)
-            stepped.setdefault(rank.stepped, rank.path)
-            optimizers.setdefault(rank.optimizer is not None, rank.path)
+        for (side, stage), rank in ranks.items():
+            place = stage, job.rank.tp, job.rank.ep or 0
+            same_model.check(rank, place, side, job.layout.tensor_size)
         state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
-    if len(optimizers) > 1:
-        raise CheckpointError(
-            f'{optimizers[False]}: key `optimizer` is missing, but {optimizers[True]} has it; '
-            f'{WAY_OUT}'
-        )
-    if True in stepped and False in stepped:
-        raise CheckpointError(
-            f'{stepped[False]}, optimizer: no state of any parameter, but {stepped[True]} has it; '
-            f'the checkpoint is damaged; {WAY_OUT}'
-        )
+    same_model.finish()
     notes = []
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
@@ -347,6 +334,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             [move.layers for move in plan.moves if move.target.side == side and not move.empty],
             complete=len(plan.outputs) == 1,
             resplit=resplit,
+            ranks_before=sum(present.get(r, sizes[home]) for r in range(rank)),
         )
         for tp, ep in shards[home]:
             jobs.append(

@@ -178,6 +178,11 @@ ONE_STAGE = {
         f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',
         'no embedding',
     ),
+    'layer number written in another way': (
+        edit(lambda s: s['model'].update({'decoder.layers.00.x': torch.ones(1)}), '00_001'),
+        f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',
+        r'decoder\.layers\.00\.x belongs to no layer',
+    ),
     'stray key in a middle stage': (
         edit(lambda s: s['model'].update({'extra.weight': torch.ones(1)}), '00_001'),
         f'{RESHAPE} --pipeline-size 2 --virtual-size 1 --drop-optimizer',

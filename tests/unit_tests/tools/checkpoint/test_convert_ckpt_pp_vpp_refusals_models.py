@@ -4,7 +4,15 @@ import shutil
 
 import pytest
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_damage import RESHAPE, check, edit, narrow, pop, put
+from tests.unit_tests.tools.checkpoint.pp_vpp_damage import (
+    RESHAPE,
+    SIDES,
+    check,
+    edit,
+    narrow,
+    pop,
+    put,
+)
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import MERGE, refused
 
 ONE_STAGE = {
@@ -17,6 +25,16 @@ ONE_STAGE = {
         edit(put(128, 'args', 'padded_vocab_size'), '00_003'),
         MERGE,
         r'args\.padded_vocab_size is 128, expected 64 as in',
+    ),
+    'stage of another run': (
+        edit(put(5, 'args', 'seed'), '00_002'),
+        f'{SIDES} --merge-stages 0,3 --middle-stages 1,2',
+        r'00_002/\S+: args\.seed is 5, expected 1234 as in \S+; the files are of different runs',
+    ),
+    'stage of another point in training': (
+        edit(put(5, 'args', 'consumed_train_samples'), '00_002'),
+        MERGE,
+        r'args\.consumed_train_samples is 5, expected \d+ as in',
     ),
     'head that is no copy': (
         edit(lambda s: s['model']['output_layer.weight'].add_(1) is None, '00_003'),

@@ -14,7 +14,7 @@ from tests.unit_tests.tools.checkpoint.pp_vpp_damage import (
     put,
     remove,
 )
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION, MERGE, refused
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION, MERGE, path_of, refused
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 
 
@@ -24,6 +24,15 @@ def reshaped_to_six(root):
     assert main(f'reshape --load-dir {root} --save-dir {new} {sizes}'.split()) == 0
     shutil.rmtree(root)
     new.rename(root)
+
+
+def overwrite(one, other):
+    """A rank's file copied into another's directory."""
+
+    def mutate(root):
+        shutil.copyfile(path_of(root, one), path_of(root, other))
+
+    return mutate
 
 
 ONE_STAGE = {
@@ -91,6 +100,21 @@ ONE_STAGE = {
         f'{MERGE[:-1]}5',
         'has 5 pipeline stages, but args say',
     ),
+    'middle stages exchanged': (
+        exchange('00_001', '00_002'),
+        MERGE,
+        r'00_001/\S+: args\.rank is 2, expected 1: the process of mp_rank_00_002 saved it',
+    ),
+    'middle stages exchanged, kept as ranks': (
+        exchange('00_001', '00_002'),
+        f'{SIDES} --merge-stages 0,3 --middle-stages 1,2',
+        'the directories are exchanged, rename them by args.rank',
+    ),
+    'stage copied over another': (
+        overwrite('00_001', '00_002'),
+        f'{MERGE} --drop-optimizer',
+        r'00_002/\S+: a copy of the file in mp_rank_00_001 \(args\.rank 1 and all else',
+    ),
     'another TP rank in one stage': (
         lambda root: shutil.copytree(
             root / ITERATION / 'mp_rank_00_002', root / ITERATION / 'mp_rank_01_002'
@@ -119,6 +143,26 @@ ONE_STAGE = {
 @pytest.mark.parametrize('name', ONE_STAGE)
 def test_refused(name, pp4, tmp_path, capsys):
     check(ONE_STAGE[name], pp4, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    'change, pattern',
+    [
+        (exchange('00_001', '01_001'), r'00_001/\S+: args\.rank is 3, expected 2: the process of'),
+        (overwrite('00_000', '01_000'), r'01_000/\S+: a copy of the file in mp_rank_00_000'),
+    ],
+)
+def test_tensor_ranks_out_of_order_are_refused(change, pattern, pp4_tp2, tmp_path, capsys):
+    check((change, MERGE, pattern), pp4_tp2, tmp_path, capsys)
+
+
+def test_order_survives_conversions(pp4, tmp_path, capsys):
+    """Outputs have the ranks of their own layout, by which an exchange shows as in a source."""
+    reshaped_to_six(shutil.copytree(pp4, tmp_path / 'SRC'))
+    exchange('00_003', '00_004')(tmp_path / 'SRC')
+    capsys.readouterr()
+    command = 'reshape --load-dir SRC --save-dir OUT --pipeline-size 3 --virtual-size 1'
+    refused(command, tmp_path, capsys, r'00_003/\S+: args\.rank is 4, expected 3: the process of')
 
 
 @pytest.fixture(scope='module')
