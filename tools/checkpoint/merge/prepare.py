@@ -13,6 +13,7 @@ from ..common.paths import (
     parse_iteration_dirname,
     read_tracker,
     real_path,
+    refuse_unreachable,
     resolve_checkpoint,
 )
 from ..common.publish import recover, refuse_existing
@@ -106,26 +107,6 @@ def output_target(output_dir: Path, output_iteration: int | None) -> Path:
 def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, str]:
     """The tracker that is written beside ``target``: its root and text; none without iteration."""
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
-
-
-def refuse_unreachable(target: Path) -> None:
-    """Raise where no directory can be made at ``target``, which a dry run should tell too.
-
-    Raises:
-        CheckpointError: a name is too long, or what would be a parent is no directory
-    """
-    for path in (target, *target.parents):
-        try:
-            if stat.S_ISDIR(os.stat(path).st_mode):
-                return
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                continue
-        except OSError as error:
-            raise CheckpointError(
-                f"{target}: can't be written: {error.strerror} ({path})"
-            ) from error
-        raise CheckpointError(f"{target}: can't be written: {path} is no directory")
 
 
 def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, one_line
-from ..common.paths import RELEASE, parse_iteration_dirname
+from ..common.paths import RELEASE, parse_iteration_dirname, refuse_unreachable
 from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
@@ -198,7 +198,7 @@ def build(job: Job, plan: Plan, options: Options, ranks: Ranks) -> dict[str, Any
     Raises:
         CheckpointError: the sources don't fit together
     """
-    _check_chunks(plan, ranks)
+    check_chunks(plan, ranks)
     chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
     return rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
 
@@ -222,8 +222,12 @@ def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
     )
 
 
-def _check_chunks(plan: Plan, ranks: Ranks) -> None:
-    """This shard's files must have what the plan was made from, each chunk that of its place."""
+def check_chunks(plan: Plan, ranks: Ranks) -> None:
+    """Refuse files of a shard that lack what the plan was made from, or what their place has.
+
+    Raises:
+        CheckpointError: a chunk is missing, or has other layers or another stage's keys
+    """
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
         for piece in move.pieces:
@@ -268,6 +272,8 @@ def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
 
 def _refuse_same_roots(request: Request) -> None:
     outputs = {side: _resolved(root) for side, root in request.outputs.items()}
+    for root in request.outputs.values():
+        refuse_unreachable(root.absolute())
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '

@@ -48,6 +48,16 @@ ONE_STAGE = {
         MERGE.replace('OUT', f'OUT{"x" * 300}') + ' --dry-run',
         "x: can't be used: File name too long",
     ),
+    'output with a name that is too long below a missing directory': (
+        None,
+        MERGE.replace('OUT', f'OUT/{"x" * 300}/y') + ' --dry-run',
+        r"x/y: can't be written: File name too long \(300 bytes, at most 255\)",
+    ),
+    'output that is a file': (
+        lambda root: (root.parent / 'OUT').touch(),
+        MERGE + ' --dry-run',
+        "OUT: can't be written: .*OUT is no directory",
+    ),
 }
 
 
