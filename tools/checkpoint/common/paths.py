@@ -166,6 +166,17 @@ def _refuse_long_names(target: Path, parent: Path) -> None:
             )
 
 
+def refuse_tracker_directory(root: Path) -> None:
+    """Raise where a directory is in the way of ``latest_checkpointed_iteration.txt``.
+
+    Raises:
+        CheckpointError: it is
+    """
+    tracker = root / TRACKER_NAME
+    if os.path.isdir(tracker) and not os.path.islink(tracker):
+        raise CheckpointError(f'{tracker}: a directory, expected a file; move it away')
+
+
 def describe_foreign(directory: Path) -> str:
     """One clause on what a directory without ``metadata.json`` looks like."""
     try:

@@ -13,6 +13,7 @@ from ..common.paths import (
     parse_iteration_dirname,
     read_tracker,
     real_path,
+    refuse_tracker_directory,
     refuse_unreachable,
     resolve_checkpoint,
 )
@@ -119,6 +120,7 @@ def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
         CheckpointError: it does
     """
     for root in output_trackers(target, output_iteration):
+        refuse_tracker_directory(root)
         try:
             found = read_tracker(root)
         except CheckpointError:

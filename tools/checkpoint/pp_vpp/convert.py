@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, one_line
-from ..common.paths import RELEASE, parse_iteration_dirname, refuse_unreachable
+from ..common.paths import (
+    RELEASE,
+    parse_iteration_dirname,
+    refuse_tracker_directory,
+    refuse_unreachable,
+)
 from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
@@ -274,6 +279,7 @@ def _refuse_same_roots(request: Request) -> None:
     outputs = {side: _resolved(root) for side, root in request.outputs.items()}
     for root in request.outputs.values():
         refuse_unreachable(root.absolute())
+        refuse_tracker_directory(root)
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '

@@ -53,6 +53,11 @@ ONE_STAGE = {
         MERGE.replace('OUT', f'OUT/{"x" * 300}/y') + ' --dry-run',
         r"x/y: can't be written: File name too long \(300 bytes, at most 255\)",
     ),
+    'directory in the place of the tracker': (
+        lambda root: (root.parent / 'OUT/latest_checkpointed_iteration.txt').mkdir(parents=True),
+        MERGE,
+        r'OUT/latest_checkpointed_iteration\.txt: a directory, expected a file',
+    ),
     'output that is a file': (
         lambda root: (root.parent / 'OUT').touch(),
         MERGE + ' --dry-run',
