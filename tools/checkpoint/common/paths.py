@@ -6,6 +6,7 @@ All of Megatron's formats share this layout: a root that holds one directory per
 
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Literal
 
@@ -128,6 +129,52 @@ def resolve_checkpoint(path: str | Path) -> Path:
             return target
         raise CheckpointError(f'{target}: {describe_foreign(target)}')
     raise CheckpointError(f'{path}: {describe_foreign(path)}')
+
+
+def refuse_unreachable(target: Path) -> None:
+    """Raise where no directory can be made at ``target``, which a dry run should tell too.
+
+    Raises:
+        CheckpointError: a name is too long, or what would be a parent is no directory
+    """
+    for path in (target, *target.parents):
+        try:
+            if stat.S_ISDIR(os.stat(path).st_mode):
+                _refuse_long_names(target, path)
+                return
+        except FileNotFoundError:
+            if not os.path.lexists(path):
+                continue
+        except OSError as error:
+            raise CheckpointError(
+                f"{target}: can't be written: {error.strerror} ({path})"
+            ) from error
+        raise CheckpointError(f"{target}: can't be written: {path} is no directory")
+
+
+def _refuse_long_names(target: Path, parent: Path) -> None:
+    """Names below a directory that is missing: the file system hasn't looked at them."""
+    try:
+        longest = os.pathconf(parent, 'PC_NAME_MAX')
+    except (OSError, ValueError):
+        return
+    for name in target.relative_to(parent).parts:
+        if 0 < longest < len(os.fsencode(name)):
+            raise CheckpointError(
+                f"{target}: can't be written: File name too long ({len(os.fsencode(name))} bytes, "
+                f'at most {longest})'
+            )
+
+
+def refuse_tracker_directory(root: Path) -> None:
+    """Raise where a directory is in the way of ``latest_checkpointed_iteration.txt``.
+
+    Raises:
+        CheckpointError: it is
+    """
+    tracker = root / TRACKER_NAME
+    if os.path.isdir(tracker) and not os.path.islink(tracker):
+        raise CheckpointError(f'{tracker}: a directory, expected a file; move it away')
 
 
 def describe_foreign(directory: Path) -> str:

@@ -10,8 +10,11 @@ from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout,
 from ..common.errors import CheckpointError
 from ..common.paths import parse_iteration_dirname
 from ..pp_vpp import model_state
+from ..pp_vpp.convert import Ranks, check_chunks
 from ..pp_vpp.discover import FILE_NAME, rank_files, refuse_other_files
+from ..pp_vpp.layout import one_to_one
 from ..pp_vpp.rank_file import chunk_numbers, take_apart
+from ..pp_vpp.same_model import SameModel
 from ..pp_vpp.survey import (
     SideSurvey,
     check_iteration,
@@ -73,7 +76,7 @@ def summarise_legacy(directory: Path) -> CheckpointSummary:
         file_bytes=file_bytes,
         uses=[
             uses.weighted_merge(directory),
-            _converter(side, ranks.values()),
+            _converter(side, ranks),
             Use(
                 uses.INTEROP,
                 False,
@@ -143,7 +146,7 @@ def _amounts(states: Iterable[Any]) -> dict[str, Amount]:
     return found
 
 
-def _converter(side: SideSurvey, ranks: Iterable[MappedFile]) -> Use:
+def _converter(side: SideSurvey, ranks: Mapping[tuple[int, int, int | None], MappedFile]) -> Use:
     """Whether the converter takes the checkpoint, by the checks it makes itself."""
     try:
         _check(side, ranks, drop_optimizer=False)
@@ -162,15 +165,30 @@ def _converter(side: SideSurvey, ranks: Iterable[MappedFile]) -> Use:
     return Use(uses.CONVERTER, True, 'split, reshape' if chunked else 'merge, reshape')
 
 
-def _check(side: SideSurvey, ranks: Iterable[MappedFile], *, drop_optimizer: bool) -> None:
+def _check(
+    side: SideSurvey,
+    ranks: Mapping[tuple[int, int, int | None], MappedFile],
+    *,
+    drop_optimizer: bool,
+) -> None:
+    """The converter's checks, but for those that compare values of tensors."""
     chunks = every_chunk(side)
     layers = [side.stages[chunk.rank].layers[chunk.chunk] for chunk in chunks]
     check_layers(sum(layers), side.args(), side.source.directory)
-    require_shards(side, side.stages)
-    refuse_other_files([rank.path for rank in ranks], drop_optimizer)
-    for rank in ranks:
-        check_iteration(rank.path, rank.state, rank.path.parent.parent)
-        take_apart(rank.path, rank.state, not drop_optimizer)
+    shards = require_shards(side, side.stages)
+    refuse_other_files([rank.path for rank in ranks.values()], drop_optimizer)
+    as_it_is = one_to_one(chunks, chunks, layers, [])
+    tensor_size = len({tp for tp, _ in shards})
+    same_model = SameModel()
+    for tp, ep in shards:
+        shard: Ranks = {}
+        for stage in side.stages:
+            mapped = ranks[stage, tp, ep]
+            check_iteration(mapped.path, mapped.state, mapped.path.parent.parent)
+            shard['', stage] = take_apart(mapped.path, mapped.state, not drop_optimizer)
+            same_model.check(shard['', stage], (stage, tp, ep or 0), '', tensor_size)
+        check_chunks(as_it_is, shard)
+    same_model.finish()
 
 
 def _resume(optimizer: OptimizerState) -> Use:

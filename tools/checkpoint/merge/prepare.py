@@ -13,6 +13,8 @@ from ..common.paths import (
     parse_iteration_dirname,
     read_tracker,
     real_path,
+    refuse_tracker_directory,
+    refuse_unreachable,
     resolve_checkpoint,
 )
 from ..common.publish import recover, refuse_existing
@@ -108,26 +110,6 @@ def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, st
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
-def refuse_unreachable(target: Path) -> None:
-    """Raise where no directory can be made at ``target``, which a dry run should tell too.
-
-    Raises:
-        CheckpointError: a name is too long, or what would be a parent is no directory
-    """
-    for path in (target, *target.parents):
-        try:
-            if stat.S_ISDIR(os.stat(path).st_mode):
-                return
-        except FileNotFoundError:
-            if not os.path.lexists(path):
-                continue
-        except OSError as error:
-            raise CheckpointError(
-                f"{target}: can't be written: {error.strerror} ({path})"
-            ) from error
-        raise CheckpointError(f"{target}: can't be written: {path} is no directory")
-
-
 def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
     """Raise where the tracker that is to name the output names a later iteration.
 
@@ -138,6 +120,7 @@ def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
         CheckpointError: it does
     """
     for root in output_trackers(target, output_iteration):
+        refuse_tracker_directory(root)
         try:
             found = read_tracker(root)
         except CheckpointError:

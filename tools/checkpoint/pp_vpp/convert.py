@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, one_line
-from ..common.paths import RELEASE, parse_iteration_dirname
+from ..common.paths import (
+    RELEASE,
+    parse_iteration_dirname,
+    refuse_tracker_directory,
+    refuse_unreachable,
+)
 from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
@@ -18,7 +23,6 @@ from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files
 from .edges import refuse_misplaced, refuse_stray_keys
 from .layout import ChunkId, Move, Plan
-from .optimizer_state import WAY_OUT
 from .rank_args import Layout
 from .rank_file import OldRank
 from .same_model import SameModel
@@ -114,27 +118,15 @@ def prepare(request: Request, options: Options) -> Prepared:
     )
     size, without_args = 0, 0
     same_model = SameModel()
-    stepped: dict[bool | None, Path] = {}
-    optimizers: dict[bool, Path] = {}
     for job in jobs:
         ranks, _ = read_ranks(job, options)
-        for rank in ranks.values():
-            same_model.check(rank, job.layout.tensor_size)
-            stepped.setdefault(rank.stepped, rank.path)
-            optimizers.setdefault(rank.optimizer is not None, rank.path)
+        for (side, stage), rank in ranks.items():
+            place = stage, job.rank.tp, job.rank.ep or 0
+            same_model.check(rank, place, side, job.layout.tensor_size)
         state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
-    if len(optimizers) > 1:
-        raise CheckpointError(
-            f'{optimizers[False]}: key `optimizer` is missing, but {optimizers[True]} has it; '
-            f'{WAY_OUT}'
-        )
-    if True in stepped and False in stepped:
-        raise CheckpointError(
-            f'{stepped[False]}, optimizer: no state of any parameter, but {stepped[True]} has it; '
-            f'the checkpoint is damaged; {WAY_OUT}'
-        )
+    same_model.finish()
     notes = []
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
@@ -211,7 +203,7 @@ def build(job: Job, plan: Plan, options: Options, ranks: Ranks) -> dict[str, Any
     Raises:
         CheckpointError: the sources don't fit together
     """
-    _check_chunks(plan, ranks)
+    check_chunks(plan, ranks)
     chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
     return rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
 
@@ -235,8 +227,12 @@ def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
     )
 
 
-def _check_chunks(plan: Plan, ranks: Ranks) -> None:
-    """This shard's files must have what the plan was made from, each chunk that of its place."""
+def check_chunks(plan: Plan, ranks: Ranks) -> None:
+    """Refuse files of a shard that lack what the plan was made from, or what their place has.
+
+    Raises:
+        CheckpointError: a chunk is missing, or has other layers or another stage's keys
+    """
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
         for piece in move.pieces:
@@ -281,6 +277,9 @@ def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
 
 def _refuse_same_roots(request: Request) -> None:
     outputs = {side: _resolved(root) for side, root in request.outputs.items()}
+    for root in request.outputs.values():
+        refuse_unreachable(root.absolute())
+        refuse_tracker_directory(root)
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
@@ -347,6 +346,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             [move.layers for move in plan.moves if move.target.side == side and not move.empty],
             complete=len(plan.outputs) == 1,
             resplit=resplit,
+            ranks_before=sum(present.get(r, sizes[home]) for r in range(rank)),
         )
         for tp, ep in shards[home]:
             jobs.append(

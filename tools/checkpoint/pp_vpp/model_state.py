@@ -9,7 +9,10 @@ import torch
 from ..common.errors import CheckpointError
 from .layout import first_missing
 
-_LAYER = re.compile(r'(decoder\.layers\.|encoder\.layers\.)(\d+)(\..+)', re.DOTALL)
+# As Megatron writes numbers: two ways to write one could make two keys the same.
+_LAYER = re.compile(
+    r'(decoder\.layers\.|encoder\.layers\.)(0|[1-9]\d{0,99})(\..+)', re.DOTALL | re.ASCII
+)
 EMBEDDING = 'embedding.word_embeddings.weight'
 HEAD = 'output_layer.weight'
 

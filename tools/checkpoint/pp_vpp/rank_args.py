@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .rank_order import global_rank
+
 _REPLICATION = ('context_parallel_size', 'gtp_weight_remat_size')
 
 
@@ -20,6 +22,7 @@ class Layout:
         layers: layers of each chunk of the output in pipeline order
         complete: the output holds the whole model, not one side of it
         resplit: some layers stand in another chunk than before
+        ranks_before: tensor ranks of the stages before the file's
     """
 
     tensor_size: int
@@ -29,6 +32,7 @@ class Layout:
     layers: Sequence[int]
     complete: bool
     resplit: bool = False
+    ranks_before: int = 0
 
 
 def rewrite(args: Any, layout: Layout) -> Any:
@@ -50,7 +54,7 @@ def rewrite(args: Any, layout: Layout) -> Any:
         'virtual_pipeline_model_parallel_size': layout.virtual_size,
     }
     same_sizes = all(getattr(args, name, None) == size for name, size in sizes.items())
-    world_size = _world_size(args, layout)
+    world_size, rank = _world_size(args, layout), _rank(args, layout)
     for name, size in sizes.items():
         setattr(new, name, size)
     _set(new, 'transformer_pipeline_model_parallel_size', layout.pipeline_size)
@@ -58,6 +62,8 @@ def rewrite(args: Any, layout: Layout) -> Any:
         _set(new, 'world_size', world_size)
         if getattr(args, 'inprocess_active_world_size', None) == getattr(args, 'world_size', None):
             _set(new, 'inprocess_active_world_size', world_size)
+    if rank is not None:
+        new.rank = rank
     if layout.resplit or not same_sizes:
         _set_stages(new, layout)
     return new
@@ -78,6 +84,16 @@ def _world_size(args: Any, layout: Layout) -> int | None:
         )
         copies = max(1, old // before)
     return copies * layout.model_parallel_ranks
+
+
+def _rank(args: Any, layout: Layout) -> int | None:
+    """The rank that saves such a file in a run of the new layout."""
+    old = global_rank(args)
+    if old is None:
+        return None
+    copies = old.stage_size // args.tensor_model_parallel_size
+    before = old.replica * layout.model_parallel_ranks + layout.ranks_before
+    return copies * before + old.within
 
 
 def _set_stages(args: Any, layout: Layout) -> None:

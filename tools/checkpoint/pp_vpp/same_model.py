@@ -1,4 +1,4 @@
-"""That the files of a conversion belong to one model."""
+"""That the files of a conversion belong to one model, and are all there."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ import torch
 
 from ..common.errors import CheckpointError
 from .model_state import layer_of, renumber
-from .optimizer_state import equal
+from .optimizer_state import WAY_OUT, equal
 from .rank_file import OldRank
+from .rank_order import Place, RankOrder
 
 _SHAPE_ARGS = (
     'num_layers',
@@ -29,6 +30,8 @@ _SHAPE_ARGS = (
     'vocab_size',
 )
 _PADDED_VOCABULARY = 'padded_vocab_size'  # a multiple of the tensor-parallel size
+# Sides of one model may be launched by scripts of their own; within a side these are the same.
+_RUN_ARGS = ('seed', 'consumed_train_samples', 'params_dtype')
 _HETEROGENEOUS = (
     'heterogeneous_layers_config_path',
     'heterogeneous_layers_config_encoded_json',
@@ -36,39 +39,75 @@ _HETEROGENEOUS = (
 _REPLICATED = ('layernorm.weight', 'layernorm.bias', 'layer_norm_weight', 'layer_norm_bias')
 
 
+def _is_weight(key: str) -> bool:
+    """Of a layer, and not a buffer of bytes, which may be of any size."""
+    return layer_of(key) is not None and not key.endswith('_extra_state')
+
+
 class SameModel:
     """Compares each file with those before it."""
 
     def __init__(self) -> None:
-        self._args: dict[tuple[str, int | None], tuple[Any, Path]] = {}
+        self._args: dict[tuple[str, int | str | None], tuple[Any, Path]] = {}
         self._shapes: dict[tuple[str, int | None], tuple[torch.Size, Path]] = {}
+        self._orders: dict[Path, RankOrder] = {}
+        self._stepped: dict[bool | None, Path] = {}
+        self._optimizers: dict[bool, Path] = {}
 
-    def check(self, rank: OldRank, tensor_size: int) -> None:
+    def check(self, rank: OldRank, place: Place, side: str, tensor_size: int) -> None:
         """Refuse a file of another model.
 
         Args:
             rank: the file
+            place: pipeline, tensor and expert rank that its directory's name says
+            side: 'edge', 'cloud' or ''
             tensor_size: its tensor-parallel size; what tensor parallelism divides is compared only
                 between files that have the same
 
         Raises:
             CheckpointError: names the argument, or the tensor, that differs
         """
-        self._check_args(rank, tensor_size)
+        self._check_args(rank, side, tensor_size)
         self._check_shapes(rank, tensor_size)
-
-    def _check_args(self, rank: OldRank, tensor_size: int) -> None:
         args = rank.state.get('args')
-        for name in (*_SHAPE_ARGS, _PADDED_VOCABULARY):
+        self._orders.setdefault(rank.path.parent.parent, RankOrder()).add(place, rank.path, args)
+        self._stepped.setdefault(rank.stepped, rank.path)
+        self._optimizers.setdefault(rank.optimizer is not None, rank.path)
+
+    def finish(self) -> None:
+        """Refuse what only all files together show.
+
+        Raises:
+            CheckpointError: files in each other's directories; a file without optimizer state
+                where others have it
+        """
+        for order in self._orders.values():
+            order.check()
+        if len(self._optimizers) > 1:
+            raise CheckpointError(
+                f'{self._optimizers[False]}: key `optimizer` is missing, but '
+                f'{self._optimizers[True]} has it; {WAY_OUT}'
+            )
+        if True in self._stepped and False in self._stepped:
+            raise CheckpointError(
+                f'{self._stepped[False]}, optimizer: no state of any parameter, but '
+                f'{self._stepped[True]} has it; the checkpoint is damaged; {WAY_OUT}'
+            )
+
+    def _check_args(self, rank: OldRank, side: str, tensor_size: int) -> None:
+        args = rank.state.get('args')
+        homes: dict[str, int | str | None] = dict.fromkeys(_SHAPE_ARGS)
+        homes |= {_PADDED_VOCABULARY: tensor_size, **dict.fromkeys(_RUN_ARGS, side)}
+        for name, home in homes.items():
             if not hasattr(args, name):
                 continue
             found = getattr(args, name)
-            home = (name, tensor_size if name == _PADDED_VOCABULARY else None)
-            expected, path = self._args.setdefault(home, (found, rank.path))
+            expected, path = self._args.setdefault((name, home), (found, rank.path))
             if not equal(found, expected):
+                of = 'runs' if name in _RUN_ARGS else 'models'
                 raise CheckpointError(
                     f'{rank.path}: args.{name} is {found!r:.99}, expected {expected!r:.99} as in '
-                    f'{path}; the files are of different models'
+                    f'{path}; the files are of different {of}'
                 )
 
     def _check_shapes(self, rank: OldRank, tensor_size: int) -> None:
@@ -78,7 +117,7 @@ class SameModel:
         shapes: dict[str, set[torch.Size]] = {}
         for chunk in rank.chunks.values():
             for key, value in chunk.items():
-                if layer_of(key) is not None and isinstance(value, torch.Tensor):
+                if _is_weight(key) and isinstance(value, torch.Tensor):
                     shapes.setdefault(renumber(key, 0), set()).add(value.shape)
         for key, several in shapes.items():
             if len(several) > 1:  # layers of several kinds

@@ -87,6 +87,22 @@ def read(path: Path, trust: bool) -> MappedFile:
     return MappedFile(path, state, records)
 
 
+def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...] | None:
+    """Name, bytes and checksum of each record: equal for copies of one file.
+
+    Returns:
+        None where the file was saved without checksums
+
+    Raises:
+        CheckpointError: it can't be read
+    """
+    with reading(path, 'archive that torch.save wrote'), zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    if not all(record.CRC for record in records if record.file_size):
+        return None
+    return tuple((record.filename, record.file_size, record.CRC) for record in records)
+
+
 def write(path: Path, state: Any, records: Records, wrote: Callable[[int], object]) -> None:
     """Save a state whose tensors lie in mapped files, none of them changed since.
 
@@ -204,7 +220,8 @@ def _set_checksums(file: BinaryIO, checksums: Mapping[tuple[int, int], int]) -> 
         records, directory = archive.infolist(), archive.start_dir
     for record in records:
         payload = _payload(file, record)
-        checksum = struct.pack('<I', checksums[payload, record.file_size])
+        size = record.file_size  # 0: a tensor without elements, of which torch writes nothing
+        checksum = struct.pack('<I', checksums[payload, size] if size else 0)
         file.seek(payload + record.file_size)
         if file.read(4) == _DESCRIPTOR:
             file.write(checksum)

@@ -214,12 +214,13 @@ def test_file_is_a_sound_archive_with_the_sources_checksums(tmp_path):
     assert len(mapped.records) == 2
     written = []
     new = {'a': mapped.state['a'], 'fresh': torch.ones(5), 'view': mapped.state['b'][0][10:20]}
+    new['none'] = mapped.state['b'][1]
     torch_file.write(tmp_path / 'new.pt', new, mapped.records, written.append)
     assert zipfile.ZipFile(tmp_path / 'new.pt').testzip() is None
     assert sum(written) == (tmp_path / 'new.pt').stat().st_size
     found = torch.load(tmp_path / 'new.pt')
     assert torch.equal(found['a'], state['a']) and torch.equal(found['fresh'], torch.ones(5))
-    assert torch.equal(found['view'], state['b'][0][10:20])
+    assert torch.equal(found['view'], state['b'][0][10:20]) and found['none'].shape == (0,)
     assert found['view'].untyped_storage().nbytes() == 40
     assert torch.serialization.get_crc32_options()
 

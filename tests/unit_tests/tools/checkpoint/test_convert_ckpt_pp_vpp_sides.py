@@ -149,18 +149,22 @@ def test_two_sources_with_different_tensor_sizes(pp4, pp4_tp2, tmp_path):
         '01_001',
         '01_002',
     ]
-    for rank, source in (
-        ('00_000', pp4),
-        ('00_003', pp4),
-        ('00_001', pp4_tp2),
-        ('01_001', pp4_tp2),
-        ('00_002', pp4_tp2),
-        ('01_002', pp4_tp2),
+    for number, (rank, source) in enumerate(
+        (
+            ('00_000', pp4),
+            ('00_001', pp4_tp2),
+            ('01_001', pp4_tp2),
+            ('00_002', pp4_tp2),
+            ('01_002', pp4_tp2),
+            ('00_003', pp4),
+        )
     ):
         before, after = load(source, rank), load(tmp_path / 'split', rank)
         for args in (before['args'], after['args']):
             assert args.tensor_model_parallel_size == (1 if source is pp4 else 2)
             args.world_size = args.inprocess_active_world_size = 6
+        assert after['args'].rank == number
+        before['args'].rank = number
         assert same(before, after) == []
 
 

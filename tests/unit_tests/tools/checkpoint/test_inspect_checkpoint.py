@@ -13,6 +13,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     set_common_form,
     write_checkpoint,
 )
+from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, exchange, narrow, pop, put
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main as convert
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
@@ -196,3 +197,26 @@ def test_converter_agrees(vpp, tmp_path, drop):
     assert works and reason.startswith('with --drop-optimizer: ')
     words = ['split', '--load-dir', str(root), '--save-dir', str(tmp_path / 'out'), '--dry-run']
     assert convert([*words, *drop]) == (0 if drop else 1)
+
+
+@pytest.mark.parametrize(
+    'change, reason',
+    [
+        (exchange('00_001', '00_002'), 'the directories are exchanged'),
+        (exchange('00_002', '00_003'), 'the stages are not in model order'),
+        (edit(put(5, 'args', 'seed'), '00_001'), 'the files are of different runs'),
+        (edit(narrow('linear_fc1.weight'), '00_002'), 'the files are of different models'),
+        (edit(pop('optimizer'), '00_002'), 'with --drop-optimizer: '),
+    ],
+)
+def test_converter_agrees_on_what_belongs_together(pp4, tmp_path, change, reason, capsys):
+    root = shutil.copytree(pp4, tmp_path / 'source')
+    change(root)
+    works, said = use(inspect_checkpoint(root), uses.CONVERTER)
+    assert reason in said and works == ('--drop' in reason)
+    words = ['merge', '--load-dir', str(root), '--save-dir', str(tmp_path / 'out')]
+    assert convert([*words, '--pipeline-size', '2', '--dry-run']) == 1
+    if not works:
+        dropped = convert([*words, '--pipeline-size', '2', '--dry-run', '--drop-optimizer'])
+        error = capsys.readouterr().err.splitlines()[-1].removeprefix('error: ')
+        assert dropped == 1 and error == said

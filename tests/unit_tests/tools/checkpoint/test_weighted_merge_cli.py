@@ -367,6 +367,7 @@ def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
         ('file/x', 'Not a directory'),
         ('n' * 300, 'too long'),
         ('n' * 300 + '/x', 'too long'),
+        ('missing/' + 'n' * 300, 'too long'),
     ):
         for dry in ([], ['--dry-run'], ['--output-iteration', 7]):
             words = ['--merge-inputs', pair, '--merge-output', tmp_path / name, *dry]

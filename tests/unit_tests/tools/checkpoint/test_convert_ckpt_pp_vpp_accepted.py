@@ -1,0 +1,135 @@
+"""What is odd and yet right in a checkpoint isn't refused, and comes out as it was."""
+
+import argparse
+import shutil
+
+import pytest
+import torch
+
+from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, put
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.convert_ckpt_pp_vpp import main
+from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite
+from tools.checkpoint.pp_vpp.rank_order import RankOrder
+
+STAGES = [f'00_00{i}' for i in range(4)]
+
+
+def filled(value, *endings):
+    def change(state):
+        for key, tensor in state['model'].items():
+            if isinstance(tensor, torch.Tensor) and key.endswith(endings or ('',)):
+                state['model'][key] = torch.full_like(tensor, value)
+
+    return edit(change, *STAGES)
+
+
+def extra_states(root):
+    """As Transformer Engine's: nothing, no bytes, or a pickle whose length is the stage's own."""
+    for number, rank in enumerate(STAGES):
+        state = load(root, rank)
+        for key in ('linear_qkv', 'linear_fc1'):
+            length = 0 if key == 'linear_qkv' else 5 * number
+            state['model'][f'decoder.layers.0.{key}._extra_state'] = torch.arange(
+                length, dtype=torch.uint8
+            )
+        state['model']['decoder.layers.0.linear_fc2._extra_state'] = None
+        save(state, root, rank)
+
+
+def own_paths(root):
+    for number, rank in enumerate(STAGES):
+        for name in ('save', 'load', 'data_cache_path', 'local_rank'):
+            edit(put(f'/node{number}', 'args', name), rank)(root)
+
+
+CASES = {
+    'extra states of other lengths, or none': extra_states,
+    "no two ranks alike in what is the node's": own_paths,
+    'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
+    'args.rank of no use': edit(put([1], 'args', 'rank'), *STAGES),
+    'fresh norms': filled(1.0, 'norm.weight'),
+    'all layers equal': filled(0.5),
+    'equal layers, saved by a tool': lambda root: [
+        edit(put(argparse.Namespace(rank=0, num_layers=6), 'args'), *STAGES)(root),
+        filled(0.0)(root),
+    ],
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_accepted(name, pp4, tmp_path):
+    source = shutil.copytree(pp4, tmp_path / 'source')
+    CASES[name](source)
+    merge = f'merge --load-dir {source} --save-dir {tmp_path}/merged --pipeline-size 2'
+    split = f'split --load-dir {tmp_path}/merged --save-dir {tmp_path}/split'
+    assert main(merge.split()) == main(split.split()) == 0
+    for rank in STAGES:
+        before, after = load(source, rank), load(tmp_path / 'split', rank)
+        assert same(before['model'], after['model']) == []
+        assert same(before['optimizer'], after['optimizer']) == []
+
+
+def run_args(rank, world, stages=2, tensor=2, **more):
+    return argparse.Namespace(
+        rank=rank,
+        world_size=world,
+        pipeline_model_parallel_size=stages,
+        tensor_model_parallel_size=tensor,
+        **more,
+    )
+
+
+EXPERTS = {'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1}
+# args.rank by (pipeline, tensor, expert rank), the rest of args, whether it is refused
+ORDERS = {
+    'stages one after the other': ({(0, 0): 0, (0, 1): 1, (1, 0): 4, (1, 1): 5}, {}, False),
+    'exchanged': ({(0, 0): 4, (0, 1): 1, (1, 0): 0, (1, 1): 5}, {}, True),
+    'whole pipelines': (
+        {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3},
+        {'use_tp_pp_dp_mapping': True, 'data_parallel_size': 2},
+        False,
+    ),
+    'whole pipelines, exchanged': (
+        {(0, 0): 2, (0, 1): 3, (1, 0): 0, (1, 1): 1},
+        {'use_tp_pp_dp_mapping': True, 'data_parallel_size': 2},
+        True,
+    ),
+    'an order of another framework': ({(0, 0): 0, (0, 1): 4, (1, 0): 1, (1, 1): 5}, {}, False),
+    'experts': ({(0, 0, 0): 0, (0, 1, 1): 1, (1, 0, 0): 4, (1, 1, 1): 5}, EXPERTS, False),
+    'some without': ({(0, 0): None, (0, 1): 1, (1, 0): 0, (1, 1): 5}, {}, False),
+    'contradictory': ({(0, 0): 90, (0, 1): 1, (1, 0): 0, (1, 1): 5}, {}, False),
+}
+
+
+@pytest.mark.parametrize('name', ORDERS)
+def test_only_files_that_are_each_others_are_refused(name, tmp_path):
+    ranks, more, refused = ORDERS[name]
+    order = RankOrder()
+    for place, rank in ranks.items():
+        path = tmp_path / '_'.join(map(str, place)) / 'file.pt'
+        path.parent.mkdir()
+        torch.save(place, path)
+        pipeline, tensor, expert = (*place, 0)[:3]
+        order.add((pipeline, tensor, expert), path, run_args(rank, 8, **more))
+    if refused:
+        with pytest.raises(CheckpointError, match=r'0_0/file\.pt: args\.rank is \d, expected 0'):
+            order.check()
+    else:
+        order.check()
+
+
+@pytest.mark.parametrize(
+    'args, expected',
+    [
+        (run_args(5, 8), 13),  # stage 1 of 2, with two replicas of two tensor ranks
+        (run_args(3, 8, use_tp_pp_dp_mapping=True, data_parallel_size=2), 7),
+        (run_args(0, 4), 6),
+        (run_args(9, 4), 9),
+        (run_args(None, 4), None),
+    ],
+)
+def test_rank_is_that_of_the_new_layout(args, expected):
+    """Of a file that becomes the last of four stages."""
+    assert rewrite(args, Layout(2, 4, None, 8, [1] * 4, True, ranks_before=6)).rank == expected

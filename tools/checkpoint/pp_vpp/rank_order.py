@@ -1,0 +1,137 @@
+"""That each file lies in the directory of the rank that saved it, as far as files tell.
+
+``args.rank`` is the number of the saving process in the whole run, from which its pipeline, tensor
+and expert rank follow. Checkpoints that never were a run's have one number in all files, or none:
+only files that are exactly each other's prove anything.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import CheckpointError
+from .torch_file import fingerprint
+
+Place = tuple[int, int, int]  # pipeline, tensor, expert rank
+
+
+@dataclass(frozen=True)
+class GlobalRank:
+    """Where a process stands among those of its run.
+
+    Attributes:
+        stage_size: processes of a stage that follow one another
+        replica: which of several whole pipelines
+        pipeline_rank: its stage
+        within: its number in the stage
+    """
+
+    stage_size: int
+    replica: int
+    pipeline_rank: int
+    within: int
+
+
+def global_rank(args: Any) -> GlobalRank | None:
+    """``args.rank`` taken apart; None where ``args`` lack a number or contradict themselves.
+
+    Stages follow one another, each with all its replicas; with ``--use-tp-pp-dp-mapping`` whole
+    pipelines follow one another.
+    """
+    rank, world = _number(args, 'rank'), _number(args, 'world_size')
+    stages = _number(args, 'pipeline_model_parallel_size')
+    tensor_size = _number(args, 'tensor_model_parallel_size')
+    mapping = getattr(args, 'use_tp_pp_dp_mapping', False)
+    pipelines = _number(args, 'data_parallel_size') if mapping else 1
+    if rank is None or not (world and stages and tensor_size and pipelines) or rank >= world:
+        return None
+    stage_size, left = divmod(world, stages * pipelines)
+    if left or not stage_size or stage_size % tensor_size:
+        return None
+    return GlobalRank(
+        stage_size, rank // stage_size // stages, rank // stage_size % stages, rank % stage_size
+    )
+
+
+def _number(args: Any, name: str) -> int | None:
+    value = getattr(args, name, None)
+    return value if type(value) is int and value >= 0 else None
+
+
+class RankOrder:
+    """Gathers the files of one directory, and says whether they lie where they belong."""
+
+    def __init__(self) -> None:
+        self._files: dict[Place, tuple[Path, Any]] = {}
+
+    def add(self, place: Place, path: Path, args: Any) -> None:
+        """Take note of a file.
+
+        Args:
+            place: what its directory's name says
+            path: the file
+            args: its ``args``
+        """
+        self._files[place] = path, args
+
+    def check(self) -> None:
+        """Refuse directories that are exchanged, and a file that was copied over another.
+
+        Raises:
+            CheckpointError: names the first one
+        """
+        ranks = {_number(args, 'rank') for _, args in self._files.values()}
+        if len(ranks) == 1 or None in ranks:  # saved by a tool, or not to be told
+            return
+        self._refuse_exchanged()
+        self._refuse_copies()
+
+    def _refuse_exchanged(self) -> None:
+        saved = {place: _saved_at(args) for place, (_, args) in self._files.items()}
+        if {*saved.values()} != saved.keys():
+            return
+        moved = {place: found for place, found in saved.items() if found and found != place}
+        # Ranks numbered in an order that isn't Megatron's would seem moved along two axes.
+        axes = {i for a, b in moved.items() for i in range(3) if a[i] != b[i]}
+        if len(axes) != 1:
+            return
+        place, found = min(moved.items())
+        (path, args), (home, home_args) = self._files[place], self._files[found]
+        expected = next(self._files[a][1].rank for a, b in moved.items() if b == place)
+        raise CheckpointError(
+            f'{path}: args.rank is {args.rank}, expected {expected}: the process of '
+            f'{home.parent.name} saved it (whose file has args.rank {home_args.rank}); the '
+            'directories are exchanged, rename them by args.rank'
+        )
+
+    def _refuse_copies(self) -> None:
+        by_rank: dict[int, list[Path]] = {}
+        for place in sorted(self._files):
+            path, args = self._files[place]
+            by_rank.setdefault(args.rank, []).append(path)
+        for rank, paths in by_rank.items():
+            seen: dict[Any, Path] = {}
+            for path in paths if len(paths) > 1 else []:
+                content = fingerprint(path)
+                if content is not None and content in seen:
+                    raise CheckpointError(
+                        f'{path}: a copy of the file in {seen[content].parent.name} (args.rank '
+                        f'{rank} and all else are the same), expected that of another rank; '
+                        'restore the file that was replaced'
+                    )
+                seen[content] = path
+
+
+def _saved_at(args: Any) -> Place | None:
+    """Pipeline, tensor and expert rank of the process that saved a file."""
+    found = global_rank(args)
+    if found is None:
+        return None
+    tensor_size = args.tensor_model_parallel_size
+    experts = _number(args, 'expert_model_parallel_size') or 1
+    expert_tensor_size = _number(args, 'expert_tensor_parallel_size') or tensor_size
+    return (
+        found.pipeline_rank,
+        found.within % tensor_size,
+        found.within // expert_tensor_size % experts,
+    )
