@@ -193,7 +193,7 @@ def untyped(metadata):
         (lose_storage, 'no storage for'),
         (point_outside, 'outside the checkpoint'),
         (beyond_the_end, 'truncated'),
-        (negative, 'negative'),
+        (negative, 'damaged (storage of'),
         (transformed, 'expected plain'),
         (untyped, 'expected a tensor'),
     ],
