@@ -118,13 +118,19 @@ def finetuning_keeps_the_optimizer(load: Load):
 def _take_own_schedule(state_dict: dict, optimizer) -> None:
     """Give each loaded group what the run's groups of its kind have, where they have the same."""
     for group in _stored_groups(state_dict):
-        own = {
-            tuple((name, alike[name]) for name in _SCHEDULE if name in alike)
-            for alike in optimizer.param_groups
-            if _kind(alike) == _kind(group)
-        }
-        if len(own) == 1:
-            group.update(own.pop())
+        of_its_kind = [own for own in optimizer.param_groups if _kind(own) == _kind(group)]
+        same_rates = [own for own in of_its_kind if _rates(own) == _rates(group)]
+        for alike in (of_its_kind, same_rates):
+            own = {
+                tuple((name, each[name]) for name in _SCHEDULE if name in each) for each in alike
+            }
+            if len(own) == 1:
+                group.update(own.pop())
+                break
+
+
+def _rates(group: dict) -> tuple:
+    return group.get('max_lr'), group.get('min_lr')
 
 
 def _kind(group: dict) -> tuple:

@@ -84,6 +84,9 @@ CASES = {
     'finetune, bf16': Case(
         'M*-*-', training=[*DISTRIBUTED, '--bf16'], load=['--finetune', *OTHER_SCHEDULE]
     ),
+    'finetune, two rates': Case(
+        'M*-*-', model=[*UNTIED, '--decoupled-lr=2e-3'], load=['--finetune']
+    ),
     'pretrained, bf16': Case(
         'M*-*-', training=[*DISTRIBUTED, '--bf16'], load=OTHER_SCHEDULE, pretrained=True
     ),
@@ -154,6 +157,10 @@ def test_weights_and_optimizer_state_arrive(work, name):
     if case.pretrained or '--finetune' in case.load:
         assert [step['iteration'] for step in steps] == list(range(1, LAST + 1))
         found = schedules(path / 'record/loaded/iter_0000001')
+        if '--decoupled-lr=2e-3' in case.model:
+            assert schedules(path / 'gpt/iter_0000003')['lr'] != {0.0} == found['lr']
+            assert found['max_lr'] == {1e-3, 2e-3}
+            return
         assert schedules(path / 'gpt/iter_0000003')['max_lr'] == {1e-3}
         # at the beginning of the warm-up; biases and norms have no weight decay
         assert found == {'lr': {0.0}, 'max_lr': {5e-4}, 'weight_decay': {0.3, 0.0}}

@@ -40,7 +40,7 @@ def progress_bar(total: int, description: str, *, unit: str = 'it', rank: int = 
     Args:
         total: how many units there are; for bytes give ``unit='B'``
     """
-    if rank != 0 or not sys.stderr.isatty():
+    if rank != 0 or sys.stderr is None or not sys.stderr.isatty():
         return _NoProgress()
     from tqdm import tqdm
 

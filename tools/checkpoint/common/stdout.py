@@ -13,6 +13,9 @@ def tell(text: str) -> bool:
     Returns:
         whether it was written
     """
+    if sys.stdout is None:
+        complain("standard output can't be written: it is closed")
+        return False
     encoding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
     try:
         print(text.encode(encoding, 'backslashreplace').decode(encoding), flush=True)
@@ -29,7 +32,8 @@ def complain(reason: object) -> int:
     Returns:
         the exit status that goes with it
     """
-    print(f'error: {printable(str(reason))}', file=sys.stderr)
+    if sys.stderr is not None:  # else print would take standard output
+        print(f'error: {printable(str(reason))}', file=sys.stderr)
     return 1
 
 

@@ -5,6 +5,7 @@ and expert rank follow. Checkpoints that never were a run's have one number in a
 only files that are exactly each other's prove anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,19 +82,23 @@ class RankOrder:
             CheckpointError: names the first one
         """
         ranks = {_number(args, 'rank') for _, args in self._files.values()}
-        if len(ranks) == 1 or None in ranks:  # saved by a tool, or not to be told
+        if len(ranks) == 1 or None in ranks:  # saved by a tool, which may have repeated a stage
+            stages = {(pipeline, expert) for pipeline, _, expert in self._files}
+            for stage in stages:
+                self._refuse_copies([p for p in self._files if (p[0], p[2]) == stage])
             return
         self._refuse_exchanged()
-        self._refuse_copies()
+        self._refuse_copies([*self._files])
 
     def _refuse_exchanged(self) -> None:
         saved = {place: _saved_at(args) for place, (_, args) in self._files.items()}
         if {*saved.values()} != saved.keys():
             return
         moved = {place: found for place, found in saved.items() if found and found != place}
-        # Ranks numbered in an order that isn't Megatron's would seem moved along two axes.
+        # Ranks numbered in an order that isn't Megatron's would seem moved along two axes, most of
+        # them.
         axes = {i for a, b in moved.items() for i in range(3) if a[i] != b[i]}
-        if len(axes) != 1:
+        if not moved or (len(axes) > 1 and 2 * len(moved) >= len(saved)):
             return
         place, found = min(moved.items())
         (path, args), (home, home_args) = self._files[place], self._files[found]
@@ -104,11 +109,11 @@ class RankOrder:
             'directories are exchanged, rename them by args.rank'
         )
 
-    def _refuse_copies(self) -> None:
-        by_rank: dict[int, list[Path]] = {}
-        for place in sorted(self._files):
+    def _refuse_copies(self, places: Sequence[Place]) -> None:
+        by_rank: dict[int | None, list[Path]] = {}
+        for place in sorted(places):
             path, args = self._files[place]
-            by_rank.setdefault(args.rank, []).append(path)
+            by_rank.setdefault(_number(args, 'rank'), []).append(path)
         for rank, paths in by_rank.items():
             seen: dict[Any, Path] = {}
             for path in paths if len(paths) > 1 else []:

@@ -48,7 +48,8 @@ class SameModel:
     """Compares each file with those before it."""
 
     def __init__(self) -> None:
-        self._args: dict[tuple[str, int | str | None], tuple[Any, Path]] = {}
+        self._args: dict[tuple[str, int | None], tuple[Any, Path]] = {}
+        self._runs: dict[tuple[str, str], dict[tuple[int, int], tuple[Any, Path]]] = {}
         self._shapes: dict[tuple[str, int | None], tuple[torch.Size, Path]] = {}
         self._orders: dict[Path, RankOrder] = {}
         self._stepped: dict[bool | None, Path] = {}
@@ -67,7 +68,8 @@ class SameModel:
         Raises:
             CheckpointError: names the argument, or the tensor, that differs
         """
-        self._check_args(rank, side, tensor_size)
+        self._check_args(rank, tensor_size)
+        self._note_run(rank, place[0], side)
         self._check_shapes(rank, tensor_size)
         args = rank.state.get('args')
         self._orders.setdefault(rank.path.parent.parent, RankOrder()).add(place, rank.path, args)
@@ -78,9 +80,11 @@ class SameModel:
         """Refuse what only all files together show.
 
         Raises:
-            CheckpointError: files in each other's directories; a file without optimizer state
-                where others have it
+            CheckpointError: files of several runs, or in each other's directories; a file without
+                optimizer state where others have it
         """
+        for (name, side), by_stage in self._runs.items():
+            _refuse_other_run(name, by_stage, joined_sides=not side)
         for order in self._orders.values():
             order.check()
         if len(self._optimizers) > 1:
@@ -94,21 +98,28 @@ class SameModel:
                 f'{self._stepped[True]} has it; the checkpoint is damaged; {WAY_OUT}'
             )
 
-    def _check_args(self, rank: OldRank, side: str, tensor_size: int) -> None:
+    def _check_args(self, rank: OldRank, tensor_size: int) -> None:
         args = rank.state.get('args')
-        homes: dict[str, int | str | None] = dict.fromkeys(_SHAPE_ARGS)
-        homes |= {_PADDED_VOCABULARY: tensor_size, **dict.fromkeys(_RUN_ARGS, side)}
-        for name, home in homes.items():
+        for name in (*_SHAPE_ARGS, _PADDED_VOCABULARY):
             if not hasattr(args, name):
                 continue
             found = getattr(args, name)
-            expected, path = self._args.setdefault((name, home), (found, rank.path))
+            home = (name, tensor_size if name == _PADDED_VOCABULARY else None)
+            expected, path = self._args.setdefault(home, (found, rank.path))
             if not equal(found, expected):
-                of = 'runs' if name in _RUN_ARGS else 'models'
-                raise CheckpointError(
-                    f'{rank.path}: args.{name} is {found!r:.99}, expected {expected!r:.99} as in '
-                    f'{path}; the files are of different {of}'
-                )
+                raise CheckpointError(_different(rank.path, name, found, expected, path, 'models'))
+
+    def _note_run(self, rank: OldRank, stage: int, side: str) -> None:
+        for chunk in rank.chunks:
+            args = rank.stage_state(chunk).get('args')
+            for name in _RUN_ARGS:
+                if hasattr(args, name):
+                    by_stage = self._runs.setdefault((name, side), {})
+                    found = getattr(args, name), rank.path
+                    # the same on all tensor and expert ranks, but for one that is wrong
+                    known = by_stage.setdefault((chunk or 0, stage), found)
+                    if not equal(known[0], found[0]):
+                        raise CheckpointError(_different(rank.path, name, found[0], *known, 'runs'))
 
     def _check_shapes(self, rank: OldRank, tensor_size: int) -> None:
         args = rank.state.get('args')
@@ -130,3 +141,25 @@ class SameModel:
                     f'{rank.path}: {key} has shape {tuple(found)}, expected {tuple(expected)} as '
                     f'in {path}; the files are of different models'
                 )
+
+
+def _refuse_other_run(
+    name: str, by_stage: dict[tuple[int, int], tuple[Any, Path]], joined_sides: bool
+) -> None:
+    """Stages are of one run, or first and last of one and those between of another: two sides."""
+    in_order = [found for _, found in sorted(by_stage.items(), key=lambda item: item[0])]
+    groups = [in_order]
+    if joined_sides and len(in_order) > 2 and equal(in_order[0][0], in_order[-1][0]):
+        groups = [[in_order[0], in_order[-1]], in_order[1:-1]]
+    for group in groups:
+        expected, home = group[0]
+        for found, path in group[1:]:
+            if not equal(found, expected):
+                raise CheckpointError(_different(path, name, found, expected, home, 'runs'))
+
+
+def _different(path: Path, name: str, found: Any, expected: Any, home: Path, of: str) -> str:
+    return (
+        f'{path}: args.{name} is {found!r:.99}, expected {expected!r:.99} as in {home}; the files '
+        f'are of different {of}'
+    )

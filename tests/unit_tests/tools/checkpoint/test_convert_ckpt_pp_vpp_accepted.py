@@ -49,6 +49,7 @@ CASES = {
     "no two ranks alike in what is the node's": own_paths,
     'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
     'args.rank of no use': edit(put([1], 'args', 'rank'), *STAGES),
+    'sides that were launched with seeds of their own': edit(put(7, 'args', 'seed'), *STAGES[1:3]),
     'fresh norms': filled(1.0, 'norm.weight'),
     'all layers equal': filled(0.5),
     'equal layers, saved by a tool': lambda root: [

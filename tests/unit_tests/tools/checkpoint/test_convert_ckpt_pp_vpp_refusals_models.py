@@ -31,6 +31,11 @@ ONE_STAGE = {
         f'{SIDES} --merge-stages 0,3 --middle-stages 1,2',
         r'00_002/\S+: args\.seed is 5, expected 1234 as in \S+; the files are of different runs',
     ),
+    'first stage of another run': (
+        edit(put(5, 'args', 'seed'), '00_000'),
+        MERGE,
+        r'00_001/\S+: args\.seed is 1234, expected 5 as in \S+; the files are of different runs',
+    ),
     'stage of another point in training': (
         edit(put(5, 'args', 'consumed_train_samples'), '00_002'),
         MERGE,

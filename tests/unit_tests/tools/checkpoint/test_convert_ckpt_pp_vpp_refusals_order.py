@@ -35,6 +35,13 @@ def overwrite(one, other):
     return mutate
 
 
+def copied_without_ranks(root):
+    """As a tool saves, which has one rank for all files."""
+    every = [f'{tensor}_00{stage}' for tensor in ('00', '01') for stage in range(4)]
+    edit(put(0, 'args', 'rank'), *every)(root)
+    overwrite('00_001', '01_001')(root)
+
+
 ONE_STAGE = {
     'stage named twice in a flag': (
         None,
@@ -149,7 +156,9 @@ def test_refused(name, pp4, tmp_path, capsys):
     'change, pattern',
     [
         (exchange('00_001', '01_001'), r'00_001/\S+: args\.rank is 3, expected 2: the process of'),
+        (exchange('00_001', '01_002'), r'00_001/\S+: args\.rank is 5, expected 2: the process of'),
         (overwrite('00_000', '01_000'), r'01_000/\S+: a copy of the file in mp_rank_00_000'),
+        (copied_without_ranks, r'01_001/\S+: a copy of the file in mp_rank_00_001'),
     ],
 )
 def test_tensor_ranks_out_of_order_are_refused(change, pattern, pp4_tp2, tmp_path, capsys):

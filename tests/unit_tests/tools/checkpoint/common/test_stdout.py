@@ -3,6 +3,7 @@
 import io
 import sys
 
+from tools.checkpoint.common.progress import progress_bar
 from tools.checkpoint.common.stdout import complain, tell
 
 
@@ -16,3 +17,15 @@ def test_characters_that_the_encoding_lacks(monkeypatch):
 def test_an_error_is_one_line(capsys):
     assert complain('a\nb\x1b[31m: ü') == 1
     assert capsys.readouterr() == ('', 'error: a\\nb\\x1b[31m: ü\n')
+
+
+def test_streams_that_are_closed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'stdout', None)
+    assert not tell('nobody reads this')
+    assert capsys.readouterr().err == "error: standard output can't be written: it is closed\n"
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, 'stderr', None)
+    assert complain('nobody reads this') == 1
+    with progress_bar(3, 'work') as bar:
+        bar.update(3)
+    assert capsys.readouterr().out == ''
