@@ -31,7 +31,7 @@ GPT_DEFAULTS = {
     '--log-interval': '1',
     '--num-workers': '0',
     '--distributed-backend': 'gloo',
-    '--distributed-timeout-minutes': '5',
+    '--distributed-timeout-minutes': '20',
     '--transformer-impl': 'local',
     '--attention-backend': 'unfused',
     '--use-cpu-initialization': None,

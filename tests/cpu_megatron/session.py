@@ -54,7 +54,7 @@ def model_parallel(
     if not torch.distributed.is_initialized():
         place = {'store': torch.distributed.HashStore(), 'rank': 0, 'world_size': 1}
         torch.distributed.init_process_group(
-            'gloo', timeout=timedelta(minutes=1), **(place if one_process else {})
+            'gloo', timeout=timedelta(minutes=20), **(place if one_process else {})
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -63,7 +63,7 @@ def model_parallel(
             virtual_pipeline_model_parallel_size=virtual,
             expert_model_parallel_size=expert,
             create_gloo_process_groups=True,
-            distributed_timeout_minutes=1,
+            distributed_timeout_minutes=20,
         )
     seed_everything(seed)
     try:

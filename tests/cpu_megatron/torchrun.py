@@ -51,7 +51,7 @@ def torchrun(
     target: str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> subprocess.CompletedProcess:
     """Run ``python -m target args`` in ``nproc`` processes over gloo; one process runs directly.
 

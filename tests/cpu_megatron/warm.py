@@ -32,7 +32,7 @@ def run(
     target: str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> str:
     """Run ``python -m target args`` in ``nproc`` ranks, as ``torchrun`` does.
 

@@ -90,7 +90,7 @@ def process_group(store: dist.Store) -> Iterator[None]:
     from megatron.core import parallel_state
 
     dist.init_process_group(
-        'gloo', store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(minutes=1)
+        'gloo', store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(minutes=20)
     )
     try:
         yield

@@ -58,7 +58,7 @@ class Environment:
             cwd=self.root,
             text=True,
             capture_output=True,
-            timeout=300,
+            timeout=1200,
         )
 
     def pip(self, *arguments) -> None:

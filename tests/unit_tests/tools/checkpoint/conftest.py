@@ -1,4 +1,6 @@
-"""Checkpoints that several of the tools' tests read."""
+"""Checkpoints that several of the tools' tests read; signal handlers as in a shell."""
+
+import signal
 
 import pytest
 
@@ -12,6 +14,22 @@ UNEVEN = (
     '--num-layers 6 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 '
     '--decoder-last-pipeline-num-layers 1 --exit-interval 2'
 )
+
+
+@pytest.fixture
+def default_signal_handlers():
+    """What Python starts with; under nohup and in background jobs some are ignored."""
+    before = {
+        signum: signal.signal(signum, handler)
+        for signum, handler in (
+            (signal.SIGINT, signal.default_int_handler),
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGHUP, signal.SIG_DFL),
+        )
+    }
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture(scope='session')

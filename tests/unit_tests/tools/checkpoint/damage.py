@@ -213,7 +213,7 @@ def _change(parent: Any, key: Any, kind: str, odd: Any) -> None:
 
 
 class Hang(BaseException):
-    """The tool took longer than ``SECONDS``."""
+    """The tool computed for longer than ``SECONDS``."""
 
 
 _watching: list[str] = []
@@ -229,11 +229,11 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Let a tool have ``MEMORY`` more bytes and ``SECONDS``, and start nothing.
+    """Let a tool have ``MEMORY`` more bytes and ``SECONDS`` of processor time, and start nothing.
 
     Raises:
         AssertionError: it asked for more, or started something
-        Hang: it took longer
+        Hang: it computed for longer
     """
     global _hooked
     if not _hooked:
@@ -246,16 +246,16 @@ def guarded() -> Iterator[None]:
     def expired(signum: int, frame: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, expired)
+    before = signal.signal(signal.SIGPROF, expired)
     _watching[:] = ['']
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limits[1]))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with mock.patch('os.fsync'):  # thousands of files that nobody will want after a crash
             yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         started, _watching[:] = _watching[1:], []
     assert not started, started

@@ -205,6 +205,7 @@ def test_killed_run_leaves_both_or_neither(name, pp4, tmp_path, capsys):
             assert same(found[f'model{chunk}'], load(pp4, f'00_00{stage}')['model']) == []
 
 
+@pytest.mark.usefixtures('default_signal_handlers')
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize('name', STEPS[:COMMITTED])
 def test_stopped_run_leaves_nothing(name, signum, pp4, tmp_path):

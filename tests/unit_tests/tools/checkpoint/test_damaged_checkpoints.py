@@ -10,6 +10,7 @@ import io
 import pickle
 import pickletools
 import shutil
+import time
 from argparse import Namespace
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from tests.unit_tests.tools.checkpoint import damage
 from tests.unit_tests.tools.checkpoint.damage import (
     damaged_bytes,
     damaged_json,
@@ -54,6 +56,15 @@ EXTRA = {'decoder.layers._extra_state': b'state'}
 
 def model(directory):
     return {key: value for key, value in load_tensors(directory).items() if key in TENSORS}
+
+
+def test_a_hang_is_told_by_processor_time_not_by_waiting(monkeypatch):
+    monkeypatch.setattr(damage, 'SECONDS', 0.2)
+    with guarded():
+        time.sleep(0.5)
+    with pytest.raises(damage.Hang), guarded():
+        while True:
+            pass
 
 
 class Lab:

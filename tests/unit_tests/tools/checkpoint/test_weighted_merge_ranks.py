@@ -124,7 +124,7 @@ def test_torchrun(run, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
     )
     assert done.returncode == 0, done.stderr

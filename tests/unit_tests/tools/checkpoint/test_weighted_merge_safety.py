@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -206,18 +205,21 @@ def test_sigkill_at_each_named_step(run, expected, tmp_path, victim):
 
 def test_sigkill_at_random_times(run, expected, tmp_path):
     root = start_root(tmp_path, 'timing')
-    started = time.perf_counter()
-    os.waitpid(forked(lambda: merged_into(root, run[0])), 0)
-    duration = time.perf_counter() - started
+    _, _, used = os.wait4(forked(lambda: merged_into(root, run[0])), 0)
     assert state_of(root, expected) == 'new'
     dice = random.Random(1)
     states = []
     for index in range(RANDOM_KILLS):
         root = start_root(tmp_path, f'{index}')
-        child = forked(lambda root=root: merged_into(root, run[0]))
-        time.sleep(dice.uniform(0, duration))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        ends = dice.uniform(0.01, 1) * (used.ru_utime + used.ru_stime)
+
+        def action(root=root, ends=ends):
+            # by processor time, which a busy machine doesn't change; nothing handles this signal
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, ends)
+            merged_into(root, run[0])
+
+        os.waitpid(forked(action), 0)
         states.append(state_of(root, expected))
         check_next_run(root, run[0], expected, states[-1])
     assert 'old' in states
@@ -257,6 +259,7 @@ def test_no_process_is_started_while_locks_are_held(run, tmp_path, monkeypatch):
     assert held[-1] == 'tracked 1' and not any(started)
 
 
+@pytest.mark.usefixtures('default_signal_handlers')
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize('when', ['staged', 'chunk', 'written', 'synced'])
 def test_signals_leave_nothing(run, tmp_path, signum, when):

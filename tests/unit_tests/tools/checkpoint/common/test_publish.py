@@ -158,6 +158,7 @@ def test_an_error_between_the_renames_undoes_them(tmp_path, victim):
     assert entries(tmp_path) == []
 
 
+@pytest.mark.usefixtures('default_signal_handlers')
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_renames_leaves_nothing_and_handlers_come_back(tmp_path, signum):
     before = signal.getsignal(signum)
@@ -168,6 +169,7 @@ def test_a_signal_before_the_renames_leaves_nothing_and_handlers_come_back(tmp_p
     assert signal.getsignal(signum) is before
 
 
+@pytest.mark.usefixtures('default_signal_handlers')
 def test_a_signal_between_the_renames_waits_for_the_end(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_two(
