@@ -5,7 +5,7 @@ VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-te lint clean
+.PHONY: demo test test-te test-upstream lint clean
 
 demo: $(READY)
 	$(BIN)/python -W ignore examples/demo.py demo
@@ -26,6 +26,11 @@ $(READY): tests/requirements.txt
 # Transformer Engine's modules without a GPU: minutes of compiling, see tests/te/Makefile.
 test-te:
 	$(MAKE) -C tests/te test
+
+# Upstream's own unit tests, on stock megatron-core and over the overlay: make test-upstream
+# MEGATRON_LM=PATH_OF_A_CHECKOUT [RANKS=8] [FILES="tests/unit_tests/…"]
+test-upstream: $(READY)
+	$(BIN)/python -m tests.upstream.run $(if $(RANKS),--ranks $(RANKS)) $(MEGATRON_LM) $(FILES)
 
 clean:
 	rm -rf .venv* demo build *.egg-info .pytest_cache .ruff_cache

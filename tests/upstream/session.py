@@ -30,8 +30,12 @@ def main(checkout: str, file: str, directory: str) -> int:
     # upstream's conftest fetches data sets, which none of these tests reads
     downloads = 'tests.test_utils.python_scripts.download_unit_tests_dataset'
     _stand_in(downloads, download_and_extract_asset=lambda **kwargs: None)
-    # test_optimizer.py imports it for a few tests, which are skipped without such a GPU
-    _stand_in('transformer_engine.pytorch.fp8', fp8_autocast=contextlib.nullcontext)
+    # imported at the top of files for a few of their tests, which are skipped without such a GPU
+    _stand_in(
+        'transformer_engine.pytorch.fp8',
+        fp8_autocast=contextlib.nullcontext,
+        check_fp8_support=lambda: (False, 'no GPU'),
+    )
     sys.modules.setdefault('mock', unittest.mock)  # the package is its backport
     import pytest
 
