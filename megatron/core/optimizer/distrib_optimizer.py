@@ -49,17 +49,6 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     they went in, and are then copied over the optimizer's state. So they have to go in as they are.
     """
 
-    def sharded_state_dict(self, model_sharded_state_dict=None, is_loading=False, *args, **kwargs):
-        """Upstream's; an optimizer that hasn't stepped yet can also be asked for its template."""
-        if is_loading:
-            self._initialize_state()
-        return super().sharded_state_dict(
-            {} if model_sharded_state_dict is None else model_sharded_state_dict,
-            is_loading,
-            *args,
-            **kwargs,
-        )
-
     def _initialize_state(self) -> None:
         # What the first step allocates. Upstream would leave the moments uninitialised.
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state:
@@ -82,9 +71,8 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
                 state['step'] = torch.tensor(0.0)
 
     def state_dict(self):
-        """Upstream's; also of an optimizer that hasn't stepped."""
-        if isinstance(self.optimizer, (*_TorchAdam, HybridDeviceOptimizer)):
-            self._initialize_state()
+        """Upstream's; also of an optimizer that hasn't stepped, to be saved or loaded into."""
+        self._initialize_state()
         state_dict = super().state_dict()
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             for group in state_dict['optimizer']['param_groups']:

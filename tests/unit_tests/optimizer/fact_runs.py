@@ -39,11 +39,12 @@ def fact(number: int, text: str, when: bool = True):
     return register
 
 
-def start(seed: int = 1234, bf16: bool = True, bucket_size: int | None = None, **options):
-    """A fresh model and optimizer in a fresh random state."""
+def start(dtype: str = 'bf16', bucket_size: int | None = None, **options):
+    """A fresh model and optimizer in a fresh random state; ``dtype`` is bf16, fp16 or fp32."""
+    kind = {} if dtype == 'fp32' else {dtype: True}
     with found_in_transformer_engine() if FUSED else nullcontext():
-        config = distributed_optimizer(bf16=bf16, **options)
-    return Training.start(gpt(bf16=bf16), config, bucket_size=bucket_size)
+        config = distributed_optimizer(**kind, **options)
+    return Training.start(gpt(**kind), config, bucket_size=bucket_size)
 
 
 def offload(fraction: float, precision_aware: bool = True) -> dict:
@@ -67,6 +68,9 @@ def start_warm(**options):
 def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, prepare=None, **run):
     """Train ``before + after`` steps in one go and with a save and a load between; compare.
 
+    Returns:
+        the run that saved and the one that loaded.
+
     Raises:
         AssertionError: a loss, a parameter, a moment or a step differs.
     """
@@ -82,6 +86,7 @@ def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, pre
     equal(optimizer_state(whole.optimizer), optimizer_state(rest.optimizer))
     equal(model_state(whole.model), model_state(rest.model))
     assert losses == found, f'losses {found} instead of {losses}'
+    return whole, rest
 
 
 def equal(expected: dict, found: dict) -> None:
