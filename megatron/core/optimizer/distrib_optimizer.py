@@ -68,7 +68,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         self.init_state_fn(self.optimizer, self.config)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
-                state['step'] = torch.tensor(0.0)
+                state['step'] = torch.tensor(0.0, dtype=torch.float32, device='cpu')
 
     def state_dict(self):
         """Upstream's; also of an optimizer that hasn't stepped, to be saved or loaded into."""
@@ -159,7 +159,10 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         keys = ('param', *getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq')))
         return {
             index: {
-                dtype: {key: torch.empty(_size(buffer.buckets)) for key in keys}
+                dtype: {
+                    key: torch.empty(_size(buffer.buckets), dtype=torch.float32, device='cpu')
+                    for key in keys
+                }
                 for dtype in self.gbuf_ranges[index]
             }
             for index, buffer in enumerate(self.buffers)

@@ -65,8 +65,17 @@ def start_warm(**options):
     return run
 
 
-def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, prepare=None, **run):
+def resumed(
+    path: Path,
+    sharding_type: str,
+    before: int = 3,
+    after: int = 3,
+    around: Callable = nullcontext,
+    **run,
+):
     """Train ``before + after`` steps in one go and with a save and a load between; compare.
+
+    Save and load are inside ``around()``.
 
     Returns:
         the run that saved and the one that loaded.
@@ -77,11 +86,13 @@ def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, pre
     with model_parallel():
         whole = start(**run)
         whole.train(before)
-        whole.save(path, sharding_type)
+        with around():
+            whole.save(path, sharding_type)
         losses = whole.train(after)
     with model_parallel(seed=4321):
         rest = start_warm(**run)
-        rest.load(path, *filter(None, [prepare]))
+        with around():
+            rest.load(path)
         found = rest.train(after)
     equal(optimizer_state(whole.optimizer), optimizer_state(rest.optimizer))
     equal(model_state(whole.model), model_state(rest.model))

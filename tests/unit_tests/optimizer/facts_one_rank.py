@@ -1,6 +1,7 @@
 """Facts that one process shows."""
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -322,6 +323,25 @@ def loaded_before_the_first_step(path):
         equal(optimizer_state(whole.optimizer), optimizer_state(rest.optimizer))
         equal(model_state(whole.model), model_state(rest.model))
         assert losses == found, f'losses {found} instead of {losses}'
+
+
+@contextmanager
+def half_by_default():
+    """Inside, whoever doesn't say what tensors he wants gets bfloat16."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+@fact(15, "the process's default dtype takes no part")
+def default_dtype_takes_no_part(path):
+    for options in ({}, offload(0.5)):
+        for sharding_type in FORMATS:
+            name = path / f'{sharding_type}{len(options)}'
+            resumed(name, sharding_type, around=half_by_default, **options)
 
 
 @fact(13, 'several buckets')
