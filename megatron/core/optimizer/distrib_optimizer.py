@@ -49,6 +49,19 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     they went in, and are then copied over the optimizer's state. So they have to go in as they are.
     """
 
+    @classmethod
+    def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges):
+        """Upstream's; a parameter's place is the one in its group, where fp32 ones come first.
+
+        Upstream counts in the order of the buffers. In a group that has 16-bit parameters, too,
+        state would be stored under the names of others, or not at all.
+        """
+        places, group_ranges = super()._build_optimizer_group_ranges(param_groups, gbuf_ranges)
+        for group_index, group_range in enumerate(group_ranges):
+            in_group = sorted(group_range['params'], key=lambda param: param.dtype != torch.float32)
+            places.update((param, (group_index, place)) for place, param in enumerate(in_group))
+        return places, group_ranges
+
     def _initialize_state(self) -> None:
         # What the first step allocates. Upstream would leave the moments uninitialised.
         if self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state:

@@ -39,12 +39,27 @@ def fact(number: int, text: str, when: bool = True):
     return register
 
 
-def start(dtype: str = 'bf16', bucket_size: int | None = None, **options):
-    """A fresh model and optimizer in a fresh random state; ``dtype`` is bf16, fp16 or fp32."""
+def start(
+    dtype: str = 'bf16',
+    bucket_size: int | None = None,
+    prepare_model: Callable[[torch.nn.Module], None] = lambda model: None,
+    model: dict | None = None,
+    **options,
+):
+    """A fresh model and optimizer in a fresh random state.
+
+    Args:
+        dtype: bf16, fp16 or fp32.
+        prepare_model: changes the model before anything is built on it.
+        model, options: settings of the model, and of the optimizer.
+    """
     kind = {} if dtype == 'fp32' else {dtype: True}
     with found_in_transformer_engine() if FUSED else nullcontext():
         config = distributed_optimizer(**kind, **options)
-    return Training.start(gpt(**kind), config, bucket_size=bucket_size)
+    chunks = gpt(**kind, **(model or {}))
+    for chunk in chunks:
+        prepare_model(chunk)
+    return Training.start(chunks, config, bucket_size=bucket_size)
 
 
 def offload(fraction: float, precision_aware: bool = True) -> dict:

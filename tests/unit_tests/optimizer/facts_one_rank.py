@@ -11,6 +11,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from tests.cpu_megatron.recorder import model_state, optimizer_shards, optimizer_state
 from tests.cpu_megatron.session import model_parallel
+from tests.cpu_megatron.whole_checkpoint import read_tensors
 from tests.unit_tests.optimizer.fact_runs import (
     FORMATS,
     FUSED,
@@ -342,6 +343,39 @@ def default_dtype_takes_no_part(path):
         for sharding_type in FORMATS:
             name = path / f'{sharding_type}{len(options)}'
             resumed(name, sharding_type, around=half_by_default, **options)
+
+
+def with_fp32_norms(model: torch.nn.Module) -> None:
+    """Make parameters fp32 that stand between others of their group."""
+    for layer in model.module.decoder.layers:
+        layer.input_layernorm.float()
+
+
+@fact(16, 'bf16 and fp32 parameters in one group: each has its own state under its own name')
+def mixed_group(path):
+    # with biases parameters are of different sizes, without all of their group are of the same
+    for biases in (True, False):
+        model = {'add_bias_linear': biases}
+        for sharding_type in FORMATS:
+            name = path / f'{sharding_type}{biases}'
+            whole, _ = resumed(name, sharding_type, prepare_model=with_fp32_norms, model=model)
+            assert len(whole.model[0].buffers) == 2
+            if sharding_type == 'fully_reshardable':
+                check_names(name)
+
+
+def check_names(path: Path) -> None:
+    """Compare each stored main parameter with the stored weight of that name."""
+    stored = read_tensors(str(path))
+    main = {
+        key: stored[f'optimizer.state.param.{key}']
+        for key in stored
+        if not key.startswith('optimizer.')
+    }
+    assert len(main) > 4
+    equal(
+        {key: stored[key] for key in main}, {key: main[key].to(stored[key].dtype) for key in main}
+    )
 
 
 @fact(13, 'several buckets')
