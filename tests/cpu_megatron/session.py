@@ -83,9 +83,14 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
+def _params_dtype(options: dict) -> torch.dtype:
+    half = (('bf16', torch.bfloat16), ('fp16', torch.float16))
+    return next((dtype for name, dtype in half if options.get(name)), torch.float32)
+
+
 def tiny_config(**options) -> TransformerConfig:
     """TransformerConfig of a few thousand parameters for the current parallel state."""
-    bf16 = options.get('bf16', False)
+    params_dtype = _params_dtype(options)
     defaults = {
         'num_layers': 2,
         'hidden_size': 32,
@@ -101,8 +106,8 @@ def tiny_config(**options) -> TransformerConfig:
         'bias_dropout_fusion': False,
         'apply_rope_fusion': False,
         'persist_layer_norm': False,
-        'params_dtype': torch.bfloat16 if bf16 else torch.float32,
-        'pipeline_dtype': torch.bfloat16 if bf16 else torch.float32,
+        'params_dtype': params_dtype,
+        'pipeline_dtype': params_dtype,
         'tensor_model_parallel_size': parallel_state.get_tensor_model_parallel_world_size(),
         'pipeline_model_parallel_size': parallel_state.get_pipeline_model_parallel_world_size(),
         'virtual_pipeline_model_parallel_size': (
@@ -134,7 +139,8 @@ def _chunks(build: Callable, config: TransformerConfig, **options) -> list:
             ),
             **options,
         )
-        chunks.append(Float16Module(config, model) if config.bf16 else model)
+        half = config.bf16 or config.fp16
+        chunks.append(Float16Module(config, model) if half else model)
     return chunks
 
 
@@ -169,14 +175,13 @@ def hybrid(pattern: str, tied: bool = True, position_embedding_type: str = 'rope
 
 def distributed_optimizer(**options) -> OptimizerConfig:
     """OptimizerConfig of Adam in the distributed optimizer."""
-    bf16 = options.get('bf16', False)
     return OptimizerConfig(
         **{
             'optimizer': 'adam',
             'lr': 1e-2,
             'weight_decay': 0.01,
             'clip_grad': 1.0,
-            'params_dtype': torch.bfloat16 if bf16 else torch.float32,
+            'params_dtype': _params_dtype(options),
             'use_distributed_optimizer': True,
             **options,
         }
@@ -204,7 +209,9 @@ class Training:
         config = chunks[0].config
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optimizer_config.use_distributed_optimizer,
-            grad_reduce_in_fp32=not optimizer_config.use_precision_aware_optimizer,
+            grad_reduce_in_fp32=(
+                optimizer_config.fp16 or not optimizer_config.use_precision_aware_optimizer
+            ),
             bucket_size=bucket_size,
             overlap_grad_reduce=bucket_size is not None,
         )

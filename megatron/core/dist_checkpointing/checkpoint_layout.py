@@ -164,7 +164,9 @@ def check_sources(
     weights = sorted(
         key for key in layout.keys if key.startswith(prefixes) and not key.endswith('_extra_state')
     )
-    unread = torch.tensor([key not in requested for key in weights], dtype=torch.uint8)
+    unread = torch.tensor(
+        [key not in requested for key in weights], dtype=torch.uint8, device='cpu'
+    )
     other_shapes = [
         entry
         for entry in entries
@@ -172,7 +174,7 @@ def check_sources(
         and not entry.allow_shape_mismatch
         and tuple(entry.global_shape) != tuple(layout.sizes[entry.key])
     ]
-    failed = torch.tensor([not missing and not other_shapes], dtype=torch.uint8)
+    failed = torch.tensor([not missing and not other_shapes], dtype=torch.uint8, device='cpu')
     agreed = torch.cat([unread, failed])
     if torch.distributed.is_initialized():
         if torch.distributed.get_backend() == 'nccl':

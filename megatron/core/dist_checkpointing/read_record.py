@@ -112,7 +112,7 @@ def recording_reads(requested: Mapping[Shard, int]) -> Iterator[ReadRecord]:
 def _on_any_rank(flag: bool) -> bool:
     if not torch.distributed.is_initialized():
         return flag
-    on_any = torch.tensor([flag], dtype=torch.uint8)
+    on_any = torch.tensor([flag], dtype=torch.uint8, device='cpu')
     if torch.distributed.get_backend() == 'nccl':
         on_any = on_any.cuda()
     torch.distributed.all_reduce(on_any, op=torch.distributed.ReduceOp.MAX)

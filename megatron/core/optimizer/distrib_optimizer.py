@@ -49,16 +49,18 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     they went in, and are then copied over the optimizer's state. So they have to go in as they are.
     """
 
-    def sharded_state_dict(self, model_sharded_state_dict=None, is_loading=False, *args, **kwargs):
-        """Upstream's; an optimizer that hasn't stepped yet can also be asked for its template."""
-        if is_loading:
-            self._initialize_state()
-        return super().sharded_state_dict(
-            {} if model_sharded_state_dict is None else model_sharded_state_dict,
-            is_loading,
-            *args,
-            **kwargs,
-        )
+    @classmethod
+    def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges):
+        """Upstream's; a parameter's place is the one in its group, where fp32 ones come first.
+
+        Upstream counts in the order of the buffers. In a group that has 16-bit parameters, too,
+        state would be stored under the names of others, or not at all.
+        """
+        places, group_ranges = super()._build_optimizer_group_ranges(param_groups, gbuf_ranges)
+        for group_index, group_range in enumerate(group_ranges):
+            in_group = sorted(group_range['params'], key=lambda param: param.dtype != torch.float32)
+            places.update((param, (group_index, place)) for place, param in enumerate(in_group))
+        return places, group_ranges
 
     def _initialize_state(self) -> None:
         # What the first step allocates. Upstream would leave the moments uninitialised.
@@ -79,12 +81,11 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         self.init_state_fn(self.optimizer, self.config)
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
-                state['step'] = torch.tensor(0.0)
+                state['step'] = torch.tensor(0.0, dtype=torch.float32, device='cpu')
 
     def state_dict(self):
-        """Upstream's; also of an optimizer that hasn't stepped."""
-        if isinstance(self.optimizer, (*_TorchAdam, HybridDeviceOptimizer)):
-            self._initialize_state()
+        """Upstream's; also of an optimizer that hasn't stepped, to be saved or loaded into."""
+        self._initialize_state()
         state_dict = super().state_dict()
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             for group in state_dict['optimizer']['param_groups']:
@@ -171,7 +172,10 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         keys = ('param', *getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq')))
         return {
             index: {
-                dtype: {key: torch.empty(_size(buffer.buckets)) for key in keys}
+                dtype: {
+                    key: torch.empty(_size(buffer.buckets), dtype=torch.float32, device='cpu')
+                    for key in keys
+                }
                 for dtype in self.gbuf_ranges[index]
             }
             for index, buffer in enumerate(self.buffers)

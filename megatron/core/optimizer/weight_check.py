@@ -171,7 +171,7 @@ class _Chunks:
     def read(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
         """The part of the tensor inside the box, from whatever chunks hold it."""
         entry = self.tensors[key]
-        target = torch.empty(box.sizes, dtype=entry.properties.dtype)
+        target = torch.empty(box.sizes, dtype=entry.properties.dtype, device='cpu')
         items = create_read_items_for_chunk_list(key, entry, [box])
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()

@@ -39,11 +39,27 @@ def fact(number: int, text: str, when: bool = True):
     return register
 
 
-def start(seed: int = 1234, bf16: bool = True, bucket_size: int | None = None, **options):
-    """A fresh model and optimizer in a fresh random state."""
+def start(
+    dtype: str = 'bf16',
+    bucket_size: int | None = None,
+    prepare_model: Callable[[torch.nn.Module], None] = lambda model: None,
+    model: dict | None = None,
+    **options,
+):
+    """A fresh model and optimizer in a fresh random state.
+
+    Args:
+        dtype: bf16, fp16 or fp32.
+        prepare_model: changes the model before anything is built on it.
+        model, options: settings of the model, and of the optimizer.
+    """
+    kind = {} if dtype == 'fp32' else {dtype: True}
     with found_in_transformer_engine() if FUSED else nullcontext():
-        config = distributed_optimizer(bf16=bf16, **options)
-    return Training.start(gpt(bf16=bf16), config, bucket_size=bucket_size)
+        config = distributed_optimizer(**kind, **options)
+    chunks = gpt(**kind, **(model or {}))
+    for chunk in chunks:
+        prepare_model(chunk)
+    return Training.start(chunks, config, bucket_size=bucket_size)
 
 
 def offload(fraction: float, precision_aware: bool = True) -> dict:
@@ -64,8 +80,20 @@ def start_warm(**options):
     return run
 
 
-def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, prepare=None, **run):
+def resumed(
+    path: Path,
+    sharding_type: str,
+    before: int = 3,
+    after: int = 3,
+    around: Callable = nullcontext,
+    **run,
+):
     """Train ``before + after`` steps in one go and with a save and a load between; compare.
+
+    Save and load are inside ``around()``.
+
+    Returns:
+        the run that saved and the one that loaded.
 
     Raises:
         AssertionError: a loss, a parameter, a moment or a step differs.
@@ -73,15 +101,18 @@ def resumed(path: Path, sharding_type: str, before: int = 3, after: int = 3, pre
     with model_parallel():
         whole = start(**run)
         whole.train(before)
-        whole.save(path, sharding_type)
+        with around():
+            whole.save(path, sharding_type)
         losses = whole.train(after)
     with model_parallel(seed=4321):
         rest = start_warm(**run)
-        rest.load(path, *filter(None, [prepare]))
+        with around():
+            rest.load(path)
         found = rest.train(after)
     equal(optimizer_state(whole.optimizer), optimizer_state(rest.optimizer))
     equal(model_state(whole.model), model_state(rest.model))
     assert losses == found, f'losses {found} instead of {losses}'
+    return whole, rest
 
 
 def equal(expected: dict, found: dict) -> None:

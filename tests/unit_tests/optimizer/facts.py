@@ -23,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit_tests.optimizer import fact_runs
 
@@ -103,12 +104,12 @@ def check(run, text: str, path: Path) -> list:
     """Whether it holds, the fact's text, what was found where it doesn't, and when it ended."""
     try:
         run(path)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         return [False, text, describe(error), time.time()]
     return [True, text, '', time.time()]
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """One line; a message is made up of the place and the line for errors that have none."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = str(error) or f'{frame.line} (in {frame.name})'

@@ -1,7 +1,9 @@
 """Facts that one process shows."""
 
 import copy
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -9,6 +11,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from tests.cpu_megatron.recorder import model_state, optimizer_shards, optimizer_state
 from tests.cpu_megatron.session import model_parallel
+from tests.cpu_megatron.whole_checkpoint import read_tensors
 from tests.unit_tests.optimizer.fact_runs import (
     FORMATS,
     FUSED,
@@ -142,7 +145,7 @@ def plain_adam(path):
 @fact(7, 'fp32 parameters resume from every format')
 def fp32_parameters(path):
     for sharding_type in FORMATS:
-        resumed(path / sharding_type, sharding_type, bf16=False)
+        resumed(path / sharding_type, sharding_type, dtype='fp32')
 
 
 @fact(7, 'offloading resumes without the precision-aware optimizer, too')
@@ -233,10 +236,146 @@ def dummy_step_leaves_nothing(path):
             for key, value in optimizer_state(run.optimizer).items():
                 if key.rsplit('.', 1)[1] in ('exp_avg', 'exp_avg_sq', 'step'):
                     assert not value.any(), f'{key} is not zero'
+            left = {name for _, name in gradients(run)}
+            assert left == {'main_grad'}, f'gradients are left: {left}'
+
+
+def gradients(run) -> dict[tuple, torch.Tensor]:
+    """Every gradient that the model's, the optimizer's and its inner parameters have."""
+    params = {*run.optimizer.get_parameters(), *run.model[0].parameters()}
     for part in run.optimizer.chained_optimizers:
-        part.optimizer.dummy_step()
-        inner_params = part.optimizer.param_to_inner_param.values()
-        assert all(param.grad is None for param in inner_params), 'random gradients are left'
+        params.update(getattr(part.optimizer, 'param_to_inner_param', {}).values())
+    return {
+        (id(param), name): gradient
+        for param in params
+        for name in ('grad', 'decoupled_grad', 'main_grad')
+        if (gradient := getattr(param, name, None)) is not None
+    }
+
+
+@fact(12, "saving and asking for a template leave a run's gradients alone, whatever the optimizer")
+def gradients_are_left_alone(path):
+    for options in (
+        offload(0.5),
+        offload(1.0, precision_aware=False),
+        {},
+        {'use_distributed_optimizer': False},
+        {'use_distributed_optimizer': False, 'dtype': 'fp32'},
+    ):
+        with model_parallel():
+            run = start(**options)
+            with mock.patch.object(run.optimizer, 'step', run.optimizer.prepare_grads):
+                run.train(1)
+            before, random_state = gradients(run), torch.get_rng_state()
+            values = {key: gradient.clone() for key, gradient in before.items()}
+            weights = model_state(run.model)
+            for is_loading in (True, False):
+                run.state_dict({'distrib_optim_sharding_type': 'dp_reshardable'}, is_loading)
+            after = gradients(run)
+            assert before.keys() == after.keys() and len(before) > 20
+            assert all(before[key] is after[key] for key in before), 'other tensors'
+            equal(values, after)
+            equal({'random state': random_state}, {'random state': torch.get_rng_state()})
+            equal(weights, model_state(run.model))
+
+
+@fact(14, 'saving before the first step, with infinite gradients, leaves an fp16 run as it was')
+def saved_before_the_first_step(path):
+    # the first gradients overflow, and the loss scale that they leave behind fits
+    fp16 = {'dtype': 'fp16', 'initial_loss_scale': 2.0**18, 'hysteresis': 1}
+    fully, in_buckets = FORMATS
+    for sharding_type, options in (
+        (in_buckets, {}),
+        (in_buckets, offload(0.5)),
+        (fully, offload(1.0)),
+    ):
+        with model_parallel():
+            unsaved = start(**fp16, **options)
+            losses = unsaved.train(4)
+        assert steps(unsaved.optimizer) == {3}, f'{steps(unsaved.optimizer)} steps instead of 3'
+        name = path / f'{options.get("optimizer_offload_fraction")}'
+        for run in resumed(name, sharding_type, before=1, after=3, **fp16, **options):
+            equal(optimizer_state(unsaved.optimizer), optimizer_state(run.optimizer))
+            equal(model_state(unsaved.model), model_state(run.model))
+            assert run.losses[-3:] == losses[-3:], f'losses {run.losses} instead of {losses}'
+
+
+@fact(14, 'a running optimizer that never stepped takes a checkpoint, its gradients zeroed or not')
+def loaded_before_the_first_step(path):
+    fully, in_buckets = FORMATS
+    for sharding_type, zeroed, options in (
+        (in_buckets, False, offload(0.5)),
+        (fully, True, offload(0.5)),
+        (in_buckets, True, offload(0.5, precision_aware=False)),
+    ):
+        name = path / f'{sharding_type}{options["use_precision_aware_optimizer"]}'
+        with model_parallel():
+            whole = start('fp16', initial_loss_scale=1.0, **options)
+            whole.train(3)
+            whole.save(name, sharding_type)
+            losses = whole.train(3)
+        with model_parallel(seed=4321):
+            rest = start('fp16', **options)
+            rest.train(1)
+            if zeroed:
+                rest.optimizer.zero_grad()
+            rest.load(name)
+            found = rest.train(3)
+        equal(optimizer_state(whole.optimizer), optimizer_state(rest.optimizer))
+        equal(model_state(whole.model), model_state(rest.model))
+        assert losses == found, f'losses {found} instead of {losses}'
+
+
+@contextmanager
+def half_by_default():
+    """Inside, whoever doesn't say what tensors he wants gets bfloat16."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+@fact(15, "the process's default dtype takes no part")
+def default_dtype_takes_no_part(path):
+    for options in ({}, offload(0.5)):
+        for sharding_type in FORMATS:
+            name = path / f'{sharding_type}{len(options)}'
+            resumed(name, sharding_type, around=half_by_default, **options)
+
+
+def with_fp32_norms(model: torch.nn.Module) -> None:
+    """Make parameters fp32 that stand between others of their group."""
+    for layer in model.module.decoder.layers:
+        layer.input_layernorm.float()
+
+
+@fact(16, 'bf16 and fp32 parameters in one group: each has its own state under its own name')
+def mixed_group(path):
+    # with biases parameters are of different sizes, without all of their group are of the same
+    for biases in (True, False):
+        model = {'add_bias_linear': biases}
+        for sharding_type in FORMATS:
+            name = path / f'{sharding_type}{biases}'
+            whole, _ = resumed(name, sharding_type, prepare_model=with_fp32_norms, model=model)
+            assert len(whole.model[0].buffers) == 2
+            if sharding_type == 'fully_reshardable':
+                check_names(name)
+
+
+def check_names(path: Path) -> None:
+    """Compare each stored main parameter with the stored weight of that name."""
+    stored = read_tensors(str(path))
+    main = {
+        key: stored[f'optimizer.state.param.{key}']
+        for key in stored
+        if not key.startswith('optimizer.')
+    }
+    assert len(main) > 4
+    equal(
+        {key: stored[key] for key in main}, {key: main[key].to(stored[key].dtype) for key in main}
+    )
 
 
 @fact(13, 'several buckets')

@@ -22,7 +22,12 @@ EVERYWHERE = {
     '11 weights_only_load',
     '11 weights_loaded_behind_the_optimizer',
     '12 dummy_step_leaves_nothing',
+    '12 gradients_are_left_alone',
     '13 several_buckets',
+    '14 loaded_before_the_first_step',
+    '14 saved_before_the_first_step',
+    '15 default_dtype_takes_no_part',
+    '16 mixed_group',
 }
 NAMES = {
     ('torch_adam', 1): EVERYWHERE | {'3 step_is_not_shared'},

@@ -50,13 +50,13 @@ class ChunkMerger:
         allow_nonfinite: bool = False,
         stop: threading.Event | None = None,
     ) -> None:
-        self._weights = torch.tensor(weights, dtype=torch.float32).tolist()
+        self._weights = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
         self._block = block_elements
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
         self._files = OpenFiles(_OPEN_FILES)
-        self._accumulator = torch.empty(block_elements)
-        self._scratch = torch.empty(block_elements)
+        self._accumulator = torch.empty(block_elements, dtype=torch.float32, device='cpu')
+        self._scratch = torch.empty_like(self._accumulator)
         self._raw = _RawBuffer(block_elements)
         self.read_seconds = 0.0
         self.math_seconds = 0.0
@@ -200,7 +200,7 @@ class _RawBuffer:
     """Memory for one block as it is stored, seen as bytes and as elements of each dtype."""
 
     def __init__(self, elements: int) -> None:
-        self._memory = torch.empty(elements, dtype=torch.float64).view(torch.uint8)
+        self._memory = torch.empty(elements, dtype=torch.float64, device='cpu').view(torch.uint8)
         self.bytes = memoryview(self._memory.numpy())
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
@@ -271,7 +271,7 @@ class _AssemblingReader(_Reader):
 
     def read(self, start: int, count: int) -> torch.Tensor:
         itemsize = self._dtype.itemsize
-        raw = torch.empty(self._box.numel * itemsize, dtype=torch.uint8)
+        raw = torch.empty(self._box.numel * itemsize, dtype=torch.uint8, device='cpu')
         view = memoryview(raw.numpy())
         for box, reader in self._parts:
             shared = self._box.intersection(box)
@@ -290,4 +290,4 @@ def _sized(buffer: torch.Tensor, count: int) -> torch.Tensor:
     """The first ``count`` elements of a buffer, or a new one where it is too small."""
     if count <= buffer.numel():
         return buffer if count == buffer.numel() else buffer[:count]
-    return torch.empty(count, dtype=buffer.dtype)
+    return torch.empty(count, dtype=buffer.dtype, device=buffer.device)

@@ -57,7 +57,7 @@ def verify_share(
 
 
 def _expected(job: ChunkJob, weights: Sequence[float]) -> torch.Tensor:
-    rounded = torch.tensor(weights, dtype=torch.float32).tolist()
+    rounded = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
     total = _assembled(job, job.stored[0]).float() * rounded[0]
     for stored, weight in zip(job.stored[1:], rounded[1:], strict=True):
         total.add_(_assembled(job, stored).float(), alpha=weight)
@@ -66,7 +66,7 @@ def _expected(job: ChunkJob, weights: Sequence[float]) -> torch.Tensor:
 
 def _assembled(job: ChunkJob, stored: Sequence[StoredChunk]) -> torch.Tensor:
     """One source's elements of the output chunk, by slicing whole chunks."""
-    result = torch.empty(job.box.sizes, dtype=stored[0].dtype)
+    result = torch.empty(job.box.sizes, dtype=stored[0].dtype, device='cpu')
     for part in stored:
         chunk = load_chunk(part.path, part.piece, job.key, part.dtype, part.box.sizes)
         shared = job.box.intersection(part.box)

@@ -128,7 +128,7 @@ class MergePlanner(SavePlanner):
         is complete: with memory of their own the chunks would add up to the rank's share.
         """
         if job.nbytes == 0:
-            return torch.empty(0, dtype=job.dtype)
+            return torch.empty(0, dtype=job.dtype, device='cpu')
         if not hasattr(self._thread, 'memory'):
             self._thread.memory = mmap.mmap(
                 -1, self._largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -325,6 +325,6 @@ def _trim(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         return tensor.detach().clone()
     start = tensor.storage_offset() * tensor.element_size()
-    own = torch.empty(0, dtype=tensor.dtype)
+    own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     own.set_(storage[start : start + size], 0, tensor.shape, tensor.stride())
     return own

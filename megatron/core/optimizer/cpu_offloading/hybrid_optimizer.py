@@ -55,16 +55,17 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):  # type: ignore[nam
                 inner_param.copy_(param)
 
     def dummy_step(self):
-        """Upstream's, which allocates the state; no parameter moves and no random number is used.
+        """Upstream's, which allocates the state; all else is afterwards what it was.
 
-        Afterwards the moments are zero, no step has been counted, and no gradient is left: kept,
-        the random ones would take memory, and step parameters that get none in the first step.
+        Moments are zero and no step has been counted. The run's own gradients take no part: before
+        the loss scale of fp16 has come down they are infinite.
         """
-        with self._parameters_held(), torch.random.fork_rng([torch.cuda.current_device()]):
+        with (
+            self._parameters_held(),
+            self._gradients_aside(),
+            torch.random.fork_rng([torch.cuda.current_device()]),
+        ):
             super().dummy_step()
-        self.cpu_copy_map_grad.clear()
-        for inner_param in self.inner_param_to_orig_param:
-            inner_param.grad = None
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
                 group.pop('step', None)
@@ -83,6 +84,28 @@ class HybridDeviceOptimizer(upstream.HybridDeviceOptimizer):  # type: ignore[nam
         finally:
             for group, lr, weight_decay in held:
                 group['lr'], group['weight_decay'] = lr, weight_decay
+
+    @contextmanager
+    def _gradients_aside(self):
+        """Inside no parameter has a gradient; afterwards each has what it had, and nothing else."""
+        names = ('grad', 'decoupled_grad')
+        params = {*self.param_to_inner_param, *self.inner_param_to_orig_param}
+        held = [
+            (param, name, getattr(param, name))
+            for param in params
+            for name in names
+            if hasattr(param, name)
+        ]
+        for param, name, _ in held:
+            delattr(param, name)
+        try:
+            yield
+        finally:
+            self.cpu_copy_map_grad.clear()
+            for param in params:
+                param.grad = None
+            for param, name, gradient in held:
+                setattr(param, name, gradient)
 
     def state_dict(self):
         """Upstream's; the groups say how many steps were taken, also when FusedAdam counts them."""

@@ -109,6 +109,18 @@ def test_bit_identical_to_the_plain_loop(tmp_path, dtype, weights):
         assert_same(load_tensors(out), plain_merge(models, weights))
 
 
+def test_the_default_dtype_takes_no_part(tmp_path, out):
+    weights = [0.5, 0.3, 0.2]
+    paths, models = write_run(tmp_path, [1, 2, 3], torch.bfloat16)
+    expected = plain_merge(models, weights)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        run_merge(Request(lambda: explicit_inputs(paths, weights), out, verify=True))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(load_tensors(out), expected)
+
+
 def test_large_odd_tensors_against_the_whole_tensor_loop(tmp_path):
     generator = torch.Generator().manual_seed(0)
     models = [
