@@ -7,8 +7,11 @@ an unpickler that knows DCP's metadata classes and nothing else.
 
 import importlib
 import io
+import os
 import pickle
 import re
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,7 +140,34 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
             raise CheckpointError(
                 f'{file}: not DCP metadata, or damaged (storage of {shown(index)})'
             )
+    _refuse_shared_bytes(file, metadata.storage_data)
     return metadata
+
+
+def _refuse_shared_bytes(file: Path, storage: dict[MetadataIndex, _StorageInfo]) -> None:
+    """Every writer of DCP appends an entry to what its file holds, copies included.
+
+    Names count, not what they lead to: equal files may be links to one.
+    """
+    names = {name: os.path.normpath(name) for name in {at.relative_path for at in storage.values()}}
+    places = [
+        (names[at.relative_path], at.offset, at.offset + at.length, index)
+        for index, at in storage.items()
+        if at.length
+    ]
+    places.sort(key=itemgetter(0, 1))
+    for (name, _, end, index), (other_name, start, _, other) in pairwise(places):
+        if name == other_name and start < end:
+            raise CheckpointError(
+                f'{file}: {entry_name(index)} and {entry_name(other)} are stored at the same '
+                f'bytes of {name} (from {start} on), expected bytes of their own; the metadata is '
+                'damaged'
+            )
+
+
+def entry_name(index: MetadataIndex) -> str:
+    """A stored entry as messages name it: its key, and of a chunk where it begins."""
+    return index.fqn if index.offset is None else f'{index.fqn} at {tuple(index.offset)}'
 
 
 def _is_entry(entry: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.errors import CheckpointError, one_line, shown
 from ..common.paths import CONFIG_NAME
-from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from ..common.safe_load import METADATA_NAME, entry_name, load_dcp_metadata
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
@@ -222,7 +222,7 @@ def _tensor_entry(
 
 def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
     info = metadata.storage_data.get(index)
-    where = index.fqn if index.offset is None else f'{index.fqn} at {tuple(index.offset)}'
+    where = entry_name(index)
     if info is None:
         raise CheckpointError(f'{directory / METADATA_NAME}: no storage for {where}')
     path = Path(info.relative_path)

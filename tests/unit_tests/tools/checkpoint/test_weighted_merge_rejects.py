@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.unit_tests.tools.checkpoint.handmade import (
     LAYOUT,
@@ -167,11 +167,32 @@ def point_outside(metadata):
 
 
 def beyond_the_end(metadata):
-    next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).length += 10**6
+    max(metadata.storage_data.values(), key=lambda place: place.offset).length += 10**6
 
 
 def negative(metadata):
     next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).offset = -4
+
+
+def storage_of(metadata, key):
+    return next(place for index, place in metadata.storage_data.items() if index.fqn == key)
+
+
+def two_at_one_place(metadata):
+    own, other = storage_of(metadata, QKV), storage_of(metadata, 'decoder.final_layernorm.weight')
+    own.relative_path, own.offset, own.length = f'./{other.relative_path}', other.offset, own.length
+    other.length = own.length
+
+
+def into_the_next(metadata):
+    storage_of(metadata, QKV).length += 1
+
+
+def training_state_at_a_weight(metadata):
+    own = storage_of(metadata, QKV)
+    place = type(own)(own.relative_path, own.offset, own.length)
+    metadata.state_dict_metadata['rng_state/shard_0_1'] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex('rng_state/shard_0_1')] = place
 
 
 def transformed(metadata):
@@ -194,6 +215,9 @@ def untyped(metadata):
         (point_outside, 'outside the checkpoint'),
         (beyond_the_end, 'truncated'),
         (negative, 'damaged (storage of'),
+        (two_at_one_place, 'are stored at the same bytes'),
+        (into_the_next, 'are stored at the same bytes'),
+        (training_state_at_a_weight, 'are stored at the same bytes'),
         (transformed, 'expected plain'),
         (untyped, 'expected a tensor'),
     ],
@@ -304,3 +328,16 @@ def test_nothing_to_merge(good, tmp_path):
         merge([], [], tmp_path / 'out')
     with pytest.raises(CheckpointError, match="doesn't exist"):
         merge([tmp_path / 'nowhere'], [1], tmp_path / 'out')
+
+
+def test_equal_files_that_are_links_to_one(good, tmp_path):
+    """Storage that keeps equal files once isn't entries at the same bytes."""
+    shutil.copytree(good, tmp_path / 'linked')
+    metadata = dcp.FileSystemReader(good).read_metadata()
+    place = storage_of(metadata, QKV)
+    (tmp_path / 'linked/again.distcp').hardlink_to(tmp_path / 'linked' / place.relative_path)
+    place.relative_path = 'again.distcp'
+    (tmp_path / 'linked/.metadata').write_bytes(pickle.dumps(metadata))
+    merge([good, tmp_path / 'linked'], [0.5, 0.5], tmp_path / 'out')
+    model = model_tensors(1)
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge([model, model], [0.5, 0.5]))
