@@ -208,9 +208,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
         )
 
     sources = [read(directory) for directory in inputs.directories]
-    validate_sources(
-        sources, same_dtype=request.save_dtype == 'same', allow_reshard=request.allow_reshard
-    )
+    validate_sources(sources, allow_reshard=request.allow_reshard)
     given = None
     if given_directory is not None:
         if request.extra_state_source_index is not None:

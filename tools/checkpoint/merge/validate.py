@@ -26,19 +26,23 @@ class Difference:
         key: the tensor; empty for what concerns the whole checkpoint
         text: the source's value and the first one's
         option: of the merge, which merges the two all the same; empty where none does
+        way_out: what to do where no option does, if anything
     """
 
     kind: str
     key: str
     text: str
     option: str = ''
+    way_out: str = ''
 
     def __str__(self) -> str:
         what = f'{self.key}: {self.kind}' if self.key else self.kind
-        return f'{what} {self.text}' + (f'; {self.option} merges them' if self.option else '')
+        way_out = f'{self.option} merges them' if self.option else self.way_out
+        return f'{what} {self.text}' + (f'; {way_out}' if way_out else '')
 
 
-OTHER_DTYPE, RESHARD = '--merge-save-dtype DTYPE', '--allow-reshard'
+RESHARD = '--allow-reshard'
+_ONE_DTYPE = 'a merge of one of them alone, with --merge-save-dtype, gives it another dtype'
 
 
 def differences(other: Source, first: Source) -> Iterator[Difference]:
@@ -55,7 +59,8 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
             yield Difference('global shape', key, f'{found.shape}, expected {expected.shape}')
             continue
         if found.dtype != expected.dtype:
-            yield Difference('dtype', key, f'{found.dtype}, expected {expected.dtype}', OTHER_DTYPE)
+            text = f'{found.dtype}, expected {expected.dtype}'
+            yield Difference('dtype', key, text, way_out=_ONE_DTYPE)
         if found.layout != expected.layout:
             yield Difference(
                 'chunk layout',
@@ -67,25 +72,19 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
         yield Difference('stored under other global shapes', '', '(mcore_data)')
 
 
-def validate_sources(
-    sources: Sequence[Source], *, same_dtype: bool = True, allow_reshard: bool = False
-) -> None:
+def validate_sources(sources: Sequence[Source], *, allow_reshard: bool = False) -> None:
     """Every source against the first: keys, shapes, layouts, dtypes, format.
 
     Args:
-        same_dtype: refuse a tensor whose dtype differs between sources
         allow_reshard: let chunk layouts differ
 
     Raises:
         CheckpointError: the first difference, with both values
     """
-    allowed = {RESHARD} if allow_reshard else set()
-    if not same_dtype:
-        allowed.add(OTHER_DTYPE)
     first = sources[0]
     for other in sources[1:]:
         for difference in differences(other, first):
-            if difference.option not in allowed:
+            if not (allow_reshard and difference.option == RESHARD):
                 raise CheckpointError(f'{other.directory} against {first.directory}: {difference}')
 
 

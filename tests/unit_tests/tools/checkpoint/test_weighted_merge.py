@@ -139,11 +139,16 @@ def test_keep_fp32_holds_back(five, out):
     assert result.narrowed == []
 
 
-def test_inputs_of_different_dtype_need_an_explicit_one(tmp_path):
+def test_inputs_of_different_dtype_are_first_given_one(tmp_path):
     models = [model_tensors(1, torch.float32), model_tensors(2, torch.bfloat16)]
     paths = [write_checkpoint(tmp_path / f'{i}', m) for i, m in enumerate(models)]
-    with pytest.raises(CheckpointError, match='dtype torch.bfloat16, expected torch.float32'):
-        merge(paths, [0.5, 0.5], tmp_path / 'out')
+    for save in ('same', 'bfloat16', 'float32'):
+        with pytest.raises(
+            CheckpointError, match='dtype torch.bfloat16, expected torch.float32; a'
+        ):
+            merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype=save)
+    paths[1] = tmp_path / 'wide'
+    merge([tmp_path / '1'], [1.0], paths[1], save_dtype='float32')
     merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype='bfloat16', verify=True)
     assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5], torch.bfloat16))
 
