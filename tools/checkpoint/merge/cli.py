@@ -138,8 +138,8 @@ def make_parser() -> argparse.ArgumentParser:
         '--merge-save-dtype',
         choices=SAVE_DTYPES,
         default='same',
-        help="same (default: each tensor's own) or one for all; the inputs' dtypes must agree tensor "
-        'by tensor either way',
+        help="same (default: each tensor's own) or one for all; either way the inputs' dtypes must "
+        'agree tensor by tensor',
     )
     output.add_argument(
         '--keep-fp32',
