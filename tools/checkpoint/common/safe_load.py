@@ -10,6 +10,9 @@ import io
 import os
 import pickle
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING
+from importlib.util import find_spec
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -122,11 +125,15 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
     try:
         metadata = pickle.loads(data) if trust else _restricted_loads(data)
     except Exception as error:
-        refused = 'refused class' in str(error)
+        found = re.match(r'refused class (.+)', str(error))
         raise CheckpointError(
-            f'{file}: {one_line(error)}; {TRUST_HINT}'
-            if refused
-            else f'{file}: not DCP metadata, truncated or damaged ({one_line(error)})'
+            f'{file}: '
+            + (
+                _refusal(found.group(1), TRUST_HINT)
+                if found
+                else _missing_code(error)
+                or f'not DCP metadata, truncated or damaged ({one_line(error)})'
+            )
         ) from error
     if not isinstance(getattr(metadata, 'state_dict_metadata', None), dict) or not isinstance(
         getattr(metadata, 'storage_data', None), dict
@@ -280,15 +287,22 @@ def load_torch(
     except pickle.UnpicklingError as error:
         refused = _refused_global(str(error))
         raise CheckpointError(
-            f'{name}: refused class {refused}; {trust_hint}'
-            if refused
-            else f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+            f'{name}: '
+            + (
+                _refusal(refused, trust_hint)
+                if refused
+                else f'no torch.save file, truncated or damaged ({_cause(error)})'
+            )
         ) from error
     except OSError as error:
         raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
     except Exception as error:
         raise CheckpointError(
-            f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+            f'{name}: '
+            + (
+                _missing_code(error)
+                or f'no torch.save file, truncated or damaged ({_cause(error)})'
+            )
         ) from error
 
 
@@ -310,6 +324,30 @@ def _refused_global(message: str) -> str | None:
         if match:
             return match.group(1)
     return None
+
+
+def _refusal(name: str, trust_hint: str) -> str:
+    module = name.rpartition('.')[0]
+    package = IMPORT_MAPPING.get(module, module).partition('.')[0]
+    if not package or package in sys.modules or find_spec(package) is not None:
+        return f'refused class {name}; {trust_hint}'
+    return (
+        f'refused class {name}, whose package {package} is not installed here: trusting the file '
+        'would not load it either'
+    )
+
+
+def _missing_code(error: Exception) -> str | None:
+    """What a trusted file needs of other code and doesn't find; None for any other error."""
+    if isinstance(error, ImportError):
+        missing = f'module {error.name}' if error.name else one_line(error)
+    elif isinstance(error, AttributeError) and one_line(error).startswith("Can't get attribute"):
+        missing = one_line(error)
+    else:
+        return None
+    return (
+        f'needs what is not installed here ({missing}); run in the Python environment that saved it'
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -8,7 +8,8 @@ from torch.distributed.checkpoint import Metadata
 from ..common.errors import CheckpointError
 from ..common.paths import CONFIG_NAME, TRACKER_NAME, describe_foreign, tracker_target
 from ..common.safe_load import METADATA_NAME
-from ..merge.source import COMMON_FILE, FORMAT, read_config
+from ..common.stored import COMMON_FILE
+from ..merge.source import FORMAT, read_config
 
 LEGACY, DISTRIBUTED, FSDP, DCP = 'torch', FORMAT, 'fsdp_dtensor', 'torch_dcp'
 

@@ -14,6 +14,7 @@ from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
 from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
+from ..common.stored import check_file
 from .accumulate import ChunkMerger
 from .common_state import output_common_state, save_common_state
 from .integrity import verify_manifests, write_manifest
@@ -21,7 +22,7 @@ from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import MergeResult
-from .source import FORMAT, check_file
+from .source import FORMAT
 from .validate import validate_output
 from .verify import verify_share
 from .writer import MergePlanner, MergeWriter, save_merged

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 from ..common.errors import CheckpointError, one_line, shown
 from ..common.paths import CONFIG_NAME
 from ..common.safe_load import METADATA_NAME, entry_name, load_dcp_metadata
+from ..common.stored import COMMON_FILE, COMMON_KEY, Place, check_file, stored_file
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
-COMMON_FILE = 'common.pt'
-COMMON_KEY = 'common_state/shard_0_1'
 
 MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
@@ -38,6 +37,11 @@ class Slice:
     file: str
     offset: int
     length: int
+
+    @property
+    def place(self) -> Place:
+        """The same for the reader of stored objects."""
+        return self.file, self.offset, self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +229,12 @@ def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
     where = entry_name(index)
     if info is None:
         raise CheckpointError(f'{directory / METADATA_NAME}: no storage for {where}')
-    path = Path(info.relative_path)
-    if path.is_absolute() or '..' in path.parts:
-        raise CheckpointError(f'{directory}: {where}: file {path} lies outside the checkpoint')
+    name = str(stored_file(directory, info.relative_path).relative_to(directory))
     if getattr(info, 'transform_descriptors', None):
         raise CheckpointError(
             f'{directory}: {where}: stored through {info.transform_descriptors}, expected plain'
         )
-    return Slice(str(path), info.offset, info.length)
+    return Slice(name, info.offset, info.length)
 
 
 def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:
@@ -256,24 +258,6 @@ def _check_files(source: Source) -> None:
         needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
     for name, size in needed.items():
         check_file(source.directory / name, size)
-
-
-def check_file(file: Path, size: int) -> None:
-    """Refuse a file that is missing or shorter than ``size`` bytes.
-
-    Raises:
-        CheckpointError: with both sizes
-    """
-    try:
-        found = file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f'{file}: {error.strerror or error}') from error
-    except ValueError as error:  # characters that no file name has
-        raise CheckpointError(f'{file}: {one_line(error)}') from error
-    if found < size:
-        raise CheckpointError(
-            f'{file}: {found} bytes, the metadata says at least {size}; truncated'
-        )
 
 
 def _some(keys: list[str]) -> str:

@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.errors import CheckpointError
 from ..common.safe_load import load_dcp_metadata
+from ..common.stored import check_file
 from .geometry import Box
 from .plan import MergePlan
-from .source import Source, check_file
+from .source import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,7 @@ def test_inputs_of_different_dtype_are_first_given_one(tmp_path):
     models = [model_tensors(1, torch.float32), model_tensors(2, torch.bfloat16)]
     paths = [write_checkpoint(tmp_path / f'{i}', m) for i, m in enumerate(models)]
     for save in ('same', 'bfloat16', 'float32'):
-        with pytest.raises(
-            CheckpointError, match='bfloat16, expected torch.float32; a merge'
-        ):
+        with pytest.raises(CheckpointError, match='bfloat16, expected torch.float32; a merge'):
             merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype=save)
     paths[1] = tmp_path / 'wide'
     merge([tmp_path / '1'], [1.0], paths[1], save_dtype='float32')

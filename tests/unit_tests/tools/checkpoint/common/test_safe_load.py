@@ -218,6 +218,31 @@ def test_classes_functions_and_modules_are_refused_by_name(tmp_path, value):
         load_torch(tmp_path / 'common.pt')
 
 
+@pytest.mark.parametrize(
+    'module, missing',
+    [('forklib.parts', 'module forklib'), ('megatron.core.enums', 'Absent')],
+)
+def test_code_that_is_not_there_is_no_damage(tmp_path, module, missing):
+    """Without and with trust: trusting the file wouldn't load it."""
+    name = f'c{module}\nAbsent\n'.encode()
+    (tmp_path / '.metadata').write_bytes(pickle.PROTO + b'\x02' + name + pickle.STOP)
+    torch.save({'a': 1}, tmp_path / 'a.pt')
+    with (
+        zipfile.ZipFile(tmp_path / 'a.pt') as saved,
+        zipfile.ZipFile(tmp_path / 'b.pt', 'w') as new,
+    ):
+        for record in saved.namelist():
+            own = pickle.PROTO + b'\x02' + name + pickle.STOP
+            new.writestr(record, own if record.endswith('.pkl') else saved.read(record))
+    for load, file in ((load_dcp_metadata, '.metadata'), (load_torch, 'b.pt')):
+        with pytest.raises(CheckpointError, match=f'refused class {module}.Absent') as caught:
+            load(tmp_path / file)
+        assert ('not installed here' in str(caught.value)) == (module == 'forklib.parts')
+        with pytest.raises(CheckpointError, match=r'needs what is not installed here') as caught:
+            load(tmp_path / file, trust=True)
+        assert missing in str(caught.value) and 'damaged' not in str(caught.value)
+
+
 def test_mapped_tensors_and_missing_files(tmp_path):
     torch.save({'a': torch.arange(100)}, tmp_path / 'a.pt')
     assert torch.equal(load_torch(tmp_path / 'a.pt', mmap=True)['a'], torch.arange(100))
