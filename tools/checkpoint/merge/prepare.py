@@ -252,7 +252,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
         inputs=[str(directory) for directory in inputs.directories],
         weights=list(inputs.weights),
         averaged_tensors=len(plan.tensors),
-        copied_extra_states=len(plan.byte_entries),
+        copied_extra_states=len(extra_states.extra_states),
         content_bytes=content_bytes,
         bytes_written=content_bytes,
         world_size=world_size,

@@ -66,7 +66,8 @@ class Source:
         directory: checkpoint directory
         config: what ``metadata.json`` says about the storage of tensors
         tensors: floating model tensors by FQN
-        extra_states: byte entries ``…_extra_state`` by FQN, as they stand in the metadata
+        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
+            tensors of any dtype
         embedded_common: bytes of the common state stored as a DCP entry, if any
         left_out: training state that ``model_only`` leaves unread
         reshaped: core's record of tensors stored under another global shape (core 0.14)
@@ -75,7 +76,7 @@ class Source:
     directory: Path
     config: dict[str, object]
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    extra_states: dict[str, Slice] = field(default_factory=dict)
+    extra_states: dict[str, Slice | TensorEntry] = field(default_factory=dict)
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
     reshaped: dict[str, object] = field(default_factory=dict)
@@ -93,9 +94,8 @@ class Source:
 
     def slices(self) -> Iterable[Slice]:
         """Every slice that a merge may read."""
-        for entry in self.tensors.values():
-            yield from entry.chunks.values()
-        yield from self.extra_states.values()
+        for entry in (*self.tensors.values(), *self.extra_states.values()):
+            yield from entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,)
         if self.embedded_common is not None:
             yield self.embedded_common
 
@@ -136,7 +136,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
         elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
-            source.tensors[key] = _tensor_entry(directory, key, entry, metadata)
+            taken = _tensor_entry(directory, key, entry, metadata)
+            if _EXTRA_STATE.fullmatch(key):
+                source.extra_states[key] = taken
+            else:
+                source.tensors[key] = taken
         else:
             _take_bytes(source, key, entry, metadata)
     _refuse_foreign(source, foreign, model_only)
@@ -199,9 +203,7 @@ def _tensor_entry(
     directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
 ) -> TensorEntry:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if _EXTRA_STATE.fullmatch(key):
-        raise CheckpointError(f'{directory}: {key}: stored as a tensor, expected bytes')
-    if dtype not in _AVERAGED_DTYPES:
+    if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
         raise CheckpointError(
             f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point "
             f'of 16 bits or more'

@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.errors import CheckpointError
-from ..common.safe_load import load_dcp_metadata
+from ..common.safe_load import entry_name, load_dcp_metadata
 from ..common.stored import check_file
 from .geometry import Box
 from .plan import MergePlan
-from .source import Source
+from .source import Source, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
     if other.config != first.config:
         yield Difference('formats differ:', '', f'{other.config}, {first.config}')
     yield from _key_differences('tensors', other.tensors, first.tensors)
-    yield from _key_differences('_extra_state entries', other.extra_states, first.extra_states)
+    yield from _extra_state_differences(other, first)
     for key, expected in first.tensors.items():
         found = other.tensors.get(key)
         if found is None:
@@ -96,12 +96,28 @@ def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> Non
         CheckpointError: the sets differ
     """
     if sources[0].extra_states:
-        _same_keys(
-            f'{given.directory} against {sources[0].directory}',
-            '_extra_state entries',
-            given.extra_states,
-            sources[0].extra_states,
+        for difference in _extra_state_differences(given, sources[0]):
+            raise CheckpointError(f'{given.directory} against {sources[0].directory}: {difference}')
+
+
+def _extra_state_differences(other: Source, first: Source) -> Iterator[Difference]:
+    kinds = [
+        {key.split('/shard_')[0]: isinstance(entry, TensorEntry) for key, entry in entries.items()}
+        for entries in (other.extra_states, first.extra_states)
+    ]
+    mixed = {name for name, kind in kinds[0].items() if kinds[1].get(name, kind) != kind}
+    for name in sorted(mixed):
+        found, expected = ('a tensor' if kind[name] else 'bytes' for kind in kinds)
+        yield Difference(
+            'stored as', name, f'{found} in {other.directory}, as {expected} in {first.directory}'
         )
+    yield from _key_differences(
+        '_extra_state entries',
+        *(
+            [key for key in source.extra_states if key.split('/shard_')[0] not in mixed]
+            for source in (other, first)
+        ),
+    )
 
 
 def validate_output(directory: Path, plan: MergePlan) -> None:
@@ -114,9 +130,7 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
     entries, storage = metadata.state_dict_metadata, metadata.storage_data
     planned = [*plan.tensors, *(job.key for job in plan.byte_entries)]
     _same_keys(str(directory), 'entries', entries, planned)
-    sizes: dict[str, int] = {}
-    stored = 0
-    for key, tensor in plan.tensors.items():
+    for key, tensor in (plan.tensors | plan.copied_tensors).items():
         entry = entries[key]
         if (
             not isinstance(entry, TensorStorageMetadata)
@@ -125,26 +139,27 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
             or entry.properties.dtype != tensor.dtype
         ):
             raise CheckpointError(f'{directory}: {key}: written metadata differs from the plan')
-        for box in tensor.boxes:
-            info = storage.get(MetadataIndex(key, box.offsets))
-            if info is None or info.length < box.numel * tensor.dtype.itemsize:
-                raise CheckpointError(f'{directory}: {key} at {box.offsets}: was not written')
-            sizes[info.relative_path] = max(
-                sizes.get(info.relative_path, 0), info.offset + info.length
-            )
-            stored += 1
-    for job in plan.byte_entries:
-        info = storage.get(MetadataIndex(job.key))
+    smallest = {
+        MetadataIndex(key, box.offsets): box.numel * tensor.dtype.itemsize
+        for key, tensor in plan.tensors.items()
+        for box in tensor.boxes
+    }
+    exact = {job.index: job.piece.length for job in plan.byte_entries}
+    sizes: dict[str, int] = {}
+    for index in (*smallest, *exact):
+        info = storage.get(index)
         if (
-            not isinstance(entries[job.key], BytesStorageMetadata)
-            or info is None
-            or info.length != job.piece.length
+            info is None
+            or info.length < smallest.get(index, 0)
+            or info.length != exact.get(index, info.length)
+            or (isinstance(entries[index.fqn], BytesStorageMetadata) != (index.offset is None))
         ):
-            raise CheckpointError(f'{directory}: {job.key}: was not written')
+            raise CheckpointError(f'{directory}: {entry_name(index)}: was not written')
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        stored += 1
-    if stored != len(storage):
-        raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {stored}')
+    if len(storage) != len(smallest) + len(exact):
+        raise CheckpointError(
+            f'{directory}: {len(storage)} stored entries, planned {len(smallest) + len(exact)}'
+        )
     for name, size in sizes.items():
         check_file(directory / name, size)
 

@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.checkpoint_command import main as main_of_report
 
 from tests.unit_tests.tools.checkpoint.handmade import (
+    add_tensor,
     assert_same,
     copied,
     load_tensors,
@@ -217,3 +218,47 @@ def test_extra_state_comes_from_the_chosen_input(tmp_path):
         assert stored(out) == [expected]
     with pytest.raises(CheckpointError, match='expected 0 to 1'):
         merge(paths, [0.5, 0.5], tmp_path / 'x', extra_state_source_index=2)
+
+
+@pytest.mark.parametrize('layout', [(0, 1), (0, 2)])
+def test_extra_state_that_is_a_tensor_is_copied_as_it_is(tmp_path, layout):
+    """Of any dtype, also empty and without dimensions; other sizes in other inputs don't matter."""
+    names = [f'decoder.layers.{i}.mlp.linear_fc1._extra_state' for i in range(4)]
+
+    def extra_states(seed):
+        return dict(
+            zip(
+                names,
+                [
+                    torch.arange(seed, seed + 6 * seed, dtype=torch.uint8),
+                    torch.empty(0, dtype=torch.uint8),
+                    torch.tensor(float(seed)).to(torch.float8_e4m3fn),
+                    torch.tensor([1.0, torch.nan, seed]),
+                ],
+                strict=True,
+            )
+        )
+
+    models = [model_tensors(seed) for seed in (1, 2)]
+    paths = []
+    for seed, model in enumerate(models, start=1):
+        model = {**model, names[0]: extra_states(seed)[names[0]]}
+        paths.append(write_checkpoint(tmp_path / str(seed), model, layout={names[0]: layout}))
+        for name in names[1:]:
+            add_tensor(paths[-1], name, extra_states(seed)[name])
+    for index in (0, 1):
+        result = merge(
+            paths, [0.5, 0.5], tmp_path / f'out{index}', extra_state_source_index=index, verify=True
+        )
+        assert (result.copied_extra_states, result.averaged_tensors) == (4, len(models[0]))
+        found = load_tensors(result.output_dir)
+        for name, value in extra_states(index + 1).items():
+            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+            assert torch.equal(
+                found.pop(name).reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+            )
+        assert_same(found, plain_merge(models, [0.5, 0.5]))
+    again = merge([result.output_dir], [1.0], tmp_path / 'again').output_dir
+    assert_same(
+        {key: value for key, value in load_tensors(again).items() if key not in names}, found
+    )

@@ -92,9 +92,14 @@ def test_dtypes_that_can_not_be_averaged(good, tmp_path, dtype):
     refused(good, bad, tmp_path, 'decoder.count', name, 'expected floating point')
 
 
-def test_extra_state_that_is_a_tensor(good, tmp_path):
-    bad = variant(tmp_path, lambda m: m.update({'decoder.x._extra_state': torch.ones(4)}))
-    refused(good, bad, tmp_path, 'decoder.x._extra_state', 'stored as a tensor')
+def test_extra_state_that_is_a_tensor_in_one_and_bytes_in_another(good, tmp_path):
+    key = next(iter(EXTRA))
+    bad = variant(tmp_path, lambda m: m.update({key: torch.ones(4)}), extra={})
+    for text in (f'bytes in {good}', f'a tensor in {bad}'):
+        refused(good, bad, tmp_path, key, text)
+    shards = variant(tmp_path / 'shards', lambda m: m.update({key: torch.ones(4)}), extra={})
+    with pytest.raises(CheckpointError, match=f'{key}: stored as bytes in {good}, as a tensor in'):
+        merge([shards], [1], tmp_path / 'out', common_state_checkpoint=good)
 
 
 @pytest.mark.parametrize('key', ['decoder.layers.notes', 'embedding.extra_state', 'model.x_extra'])
