@@ -20,6 +20,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.local import local_path
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -161,7 +162,7 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
         what, _, side = name.partition('-dir')
         text = 'root of the source' if what == 'load' else 'root of the output'
         command.add_argument(
-            f'--{name}', type=Path, metavar='DIR', help=text + side.replace('-', ', ')
+            f'--{name}', type=local_path, metavar='DIR', help=text + side.replace('-', ', ')
         )
 
 

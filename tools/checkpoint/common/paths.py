@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import CheckpointError, one_line
+from .local import why_not_local
 
 TRACKER_NAME = 'latest_checkpointed_iteration.txt'
 CONFIG_NAME = 'metadata.json'
@@ -23,6 +24,17 @@ _ITERATION = re.compile(r'\d{1,100}', re.ASCII)
 def real_path(path: str | Path) -> Path:
     """The path without symlinks, as far as it exists; one that loops is left as it is."""
     return Path(os.path.realpath(path))
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raise where a URL is given for a path.
+
+    Raises:
+        CheckpointError: it is one
+    """
+    reason = why_not_local(path)
+    if reason:
+        raise CheckpointError(reason)
 
 
 def iteration_dirname(iteration: int | str) -> str:
@@ -42,6 +54,7 @@ def list_iterations(root: str | Path) -> dict[int, Path]:
     Raises:
         CheckpointError: ``root`` is no directory that can be read
     """
+    refuse_url(root)
     try:
         found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
     except OSError as error:
@@ -117,6 +130,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     Raises:
         CheckpointError: neither; the message says what was found instead
     """
+    refuse_url(path)
     path = Path(path)
     if not os.path.isdir(path):
         found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"

@@ -3,9 +3,9 @@
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.local import local_path, not_a_url
 from ..common.quiet import missing_packages
 from ..common.stdout import complain, tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     inputs.add_argument(
         '--merge-inputs',
         nargs='+',
+        type=not_a_url,
         required=True,
         metavar='INPUT',
         help='PATH:WEIGHT pairs (the weight is what follows the last colon; PATH is a checkpoint '
@@ -107,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     weights.add_argument(
         '--coefficients',
-        type=Path,
+        type=local_path,
         metavar='FILE',
         help='range: JSON or YAML file, iteration: weight, in place of a style',
     )
@@ -120,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group('output')
     output.add_argument(
         '--merge-output',
-        type=Path,
+        type=local_path,
         required=True,
         metavar='DIR',
         help='where to write; with an output iteration DIR/iter_XXXXXXX, unless DIR is that '
@@ -159,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         '--common-state-checkpoint',
-        type=Path,
+        type=local_path,
         metavar='PATH',
         help='checkpoint that supplies common state and _extra_state, where the inputs hold model '
         'shards only; an iteration recorded there must equal --output-iteration',
@@ -193,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         '--report-json',
-        type=Path,
+        type=local_path,
         metavar='FILE',
         help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
         'replaced only where it is such a report',

@@ -15,6 +15,7 @@ from ..common.paths import (
     real_path,
     refuse_tracker_directory,
     refuse_unreachable,
+    refuse_url,
     resolve_checkpoint,
 )
 from ..common.publish import recover, refuse_existing
@@ -182,7 +183,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
     iteration = request.output_iteration
     if iteration is None:
         iteration = inputs.last_iteration
-    target = output_target(Path(request.output_dir).absolute(), iteration)
+    refuse_url(request.output_dir)
+    target = output_target(request.output_dir.absolute(), iteration)
     finished = not request.dry_run and recover([target], output_trackers(target, iteration))
     refuse_existing(target, finished)
     refuse_unreachable(target)
