@@ -20,7 +20,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.local import local_path
+from .common.arguments import local_path, natural, positive
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -56,18 +56,6 @@ def _integers(text: str) -> list[int]:
     return numbers
 
 
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if _natural(text) == 0:
-        raise argparse.ArgumentTypeError('0: expected a positive number')
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
@@ -99,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     merge.add_argument(
         '--pipeline-size',
-        type=_positive,
+        type=positive,
         metavar='P',
         help='or: all stages become chunks of P ranks in interleaved order (rank r, '
         'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
@@ -108,18 +96,18 @@ def parser() -> argparse.ArgumentParser:
     _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
     split.add_argument(
         '--split-rank',
-        type=_natural,
+        type=natural,
         metavar='R',
         help='edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
     )
     split.add_argument(
         '--split-cloud-rank',
-        type=_natural,
+        type=natural,
         metavar='R',
         help='cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
     )
     split.add_argument(
-        '--num-cloud-vpp-chunks', type=_positive, metavar='K', help='number of chunks of that rank'
+        '--num-cloud-vpp-chunks', type=positive, metavar='K', help='number of chunks of that rank'
     )
     split.add_argument(
         '--middle-ranks',
@@ -133,14 +121,14 @@ def parser() -> argparse.ArgumentParser:
     _add_directories(reshape, 'load-dir', 'save-dir')
     reshape.add_argument(
         '--pipeline-size',
-        type=_positive,
+        type=positive,
         metavar='P',
         required=True,
         help='pipeline ranks of the output',
     )
     reshape.add_argument(
         '--virtual-size',
-        type=_positive,
+        type=positive,
         metavar='V',
         required=True,
         help='chunks of each rank; 1 for plain stages',
@@ -169,7 +157,7 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         '--iteration',
-        type=_natural,
+        type=natural,
         metavar='N',
         help='iteration to convert (default: the tracker of the (edge) source; '
         '`release` there means the release directory)',
@@ -179,7 +167,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         '--workers',
-        type=_positive,
+        type=positive,
         metavar='N',
         help='rank files written at the same time (default: one a CPU)',
     )

@@ -10,7 +10,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.local import not_a_url
+from .common.arguments import not_a_url
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 

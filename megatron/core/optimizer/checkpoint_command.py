@@ -11,11 +11,11 @@ from megatron.core.optimizer.resume_report import (
 from megatron.core.optimizer.weight_check import check_weights
 
 try:
-    from megatron_overlay.tools.checkpoint.common.local import local_path
+    from megatron_overlay.tools.checkpoint.common.arguments import local_path
     from megatron_overlay.tools.checkpoint.common.stdout import complain, tell
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common.local import local_path
+    from tools.checkpoint.common.arguments import local_path
     from tools.checkpoint.common.stdout import complain, tell
 
 

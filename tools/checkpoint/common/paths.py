@@ -10,8 +10,9 @@ import stat
 from pathlib import Path
 from typing import Literal
 
+from .arguments import why_not_local
 from .errors import CheckpointError, one_line
-from .local import why_not_local
+from .staging import staging_path
 
 TRACKER_NAME = 'latest_checkpointed_iteration.txt'
 CONFIG_NAME = 'metadata.json'
@@ -149,13 +150,24 @@ def refuse_unreachable(target: Path) -> None:
     """Raise where no directory can be made at ``target``, which a dry run should tell too.
 
     Raises:
-        CheckpointError: a name is too long, or what would be a parent is no directory
+        CheckpointError: a name or the whole path is too long, what would be a parent is no
+            directory, or it can't be written
+    """
+    parent = existing_parent(target)
+    _refuse_long_names(target, parent)
+    refuse_unwritable(target, parent)
+
+
+def existing_parent(target: Path) -> Path:
+    """The directory nearest to ``target`` that exists, itself included.
+
+    Raises:
+        CheckpointError: there is something else in its way
     """
     for path in (target, *target.parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):
-                _refuse_long_names(target, path)
-                return
+                return path
         except FileNotFoundError:
             if not os.path.lexists(path):
                 continue
@@ -164,10 +176,26 @@ def refuse_unreachable(target: Path) -> None:
                 f"{target}: can't be written: {error.strerror} ({path})"
             ) from error
         raise CheckpointError(f"{target}: can't be written: {path} is no directory")
+    raise CheckpointError(f"{target}: can't be written: {target.anchor} is no directory")
+
+
+def refuse_unwritable(target: Path, place: Path) -> None:
+    """Raise where this process may not write a directory or file, as ``target`` needs.
+
+    Raises:
+        CheckpointError: it may not
+    """
+    mode = os.W_OK | os.X_OK if os.path.isdir(place) else os.W_OK
+    if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError(f"{target}: can't be written: this user may not write {place}")
 
 
 def _refuse_long_names(target: Path, parent: Path) -> None:
     """Names below a directory that is missing: the file system hasn't looked at them."""
+    # what is written lies deeper, and under a longer name until it is published
+    deepest = staging_path(target, 'x' * 16) / ('x' * 40)
+    if len(os.fsencode(deepest)) >= os.pathconf('/', 'PC_PATH_MAX'):
+        raise CheckpointError(f"{target}: can't be written: the path is too long")
     try:
         longest = os.pathconf(parent, 'PC_NAME_MAX')
     except (OSError, ValueError):

@@ -1,6 +1,7 @@
 """Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +10,18 @@ from pathlib import Path
 from ..common.errors import CheckpointError
 from ..common.paths import (
     TRACKER_NAME,
+    existing_parent,
     iteration_dirname,
     parse_iteration_dirname,
     read_tracker,
     real_path,
     refuse_tracker_directory,
     refuse_unreachable,
+    refuse_unwritable,
     refuse_url,
     resolve_checkpoint,
 )
+from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
 from .common_state import CommonState, choose_common_state
@@ -161,12 +165,13 @@ def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> 
             return
         if not stat.S_ISREG(mode):
             raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
+        refuse_unwritable(report, file)
         if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
             raise CheckpointError(
                 f'--report-json {report}: exists and is no report of a merge; name another file'
             )
     except FileNotFoundError:
-        pass
+        refuse_unwritable(report, file.parent)
     except OSError as error:
         raise CheckpointError(
             f"--report-json {report}: can't be written: {error.strerror}"
@@ -199,6 +204,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
             raise CheckpointError(f'{target}: lies inside {name}')
     if request.report is not None:
         refuse_report(request.report, target, read_from)
+    if request.threads is not None and request.threads < 1:
+        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
     if request.byte_accounting not in BYTE_ACCOUNTING:
         raise CheckpointError(
             f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
@@ -261,14 +268,22 @@ def prepare(request: Request, world_size: int) -> Prepared:
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,
         left_out=sum(len(source.left_out) for source in sources),
-        warnings=_warnings(inputs, common, iteration),
+        warnings=_warnings(inputs, common, iteration, target, content_bytes),
         dry_run=request.dry_run,
     )
     return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
-def _warnings(inputs: Inputs, common: CommonState, iteration: int | None) -> list[str]:
+def _warnings(
+    inputs: Inputs, common: CommonState, iteration: int | None, target: Path, content_bytes: int
+) -> list[str]:
     found = []
+    free = _free_bytes(target)
+    if free is not None and free < content_bytes:  # no error: the file system may compress
+        found.append(
+            f'{format_bytes(content_bytes)} are to be written to {target}, where '
+            f'{format_bytes(free)} are free'
+        )
     if iteration is None:
         found.append(
             'no tracker is written, and --load starts from random weights where it finds none; '
@@ -283,3 +298,11 @@ def _warnings(inputs: Inputs, common: CommonState, iteration: int | None) -> lis
     if common.origin is None:
         found.append("no input has common state; the output can't be resumed by its iteration")
     return found
+
+
+def _free_bytes(target: Path) -> int | None:
+    try:
+        disk = shutil.disk_usage(existing_parent(target))
+    except OSError:
+        return None
+    return disk.free if disk.total else None  # some file systems don't say

@@ -53,8 +53,6 @@ def run_merge(request: Request) -> MergeResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        if request.dry_run:
-            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         orders = ranks.scatter(
             [
                 _Orders(
@@ -66,6 +64,8 @@ def run_merge(request: Request) -> MergeResult:
             else None
         )
         ranks.agree(lambda: _check_visible(orders.share))
+        if request.dry_run:
+            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
     return result
 
@@ -239,7 +239,7 @@ def _figures(
     for merger in mergers:
         nonfinite.update({f'{path}: {key}': n for (path, key), n in merger.nonfinite.items()})
     written = 0
-    if request.byte_accounting == 'each-rank':
+    if request.byte_accounting in ('each-rank', 'all'):
         written = _size_of(staging, f'__{ranks.rank}_*')
         if ranks.rank == 0:
             written += _size_of(staging, '[!_]*')

@@ -318,6 +318,7 @@ def test_large_but_representable_values_pass(tmp_path):
         ([1], {}, '2 checkpoints, but 1 weights'),
         ([1, 1], {'save_dtype': 'int8'}, 'save dtype'),
         ([1, 1], {'byte_accounting': 'x'}, 'byte acc'),
+        ([1, 1], {'threads': 0}, 'expected 1 or more'),
         ([1, 1], {'keep_fp32': ['*']}, 'no effect'),
         ([1, 1], {'keep_fp32': ['*.bais'], 'save_dtype': 'bfloat16'}, 'matches none'),
         ([1, 1], {'output_iteration': -1}, 'expected 0 or more'),

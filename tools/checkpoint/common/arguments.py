@@ -1,7 +1,7 @@
-"""Paths that users give are of a mounted file system: a URL isn't taken for one.
+"""What the tools' arguments may be: argparse types, which need nothing that is slow to import.
 
-Python's ``Path`` makes ``msc:/profile/run`` of ``msc://profile/run``, a directory ``msc:`` here.
-This module needs nothing heavy, so that command lines can say so before anything is imported.
+Paths are of a mounted file system, and a URL isn't taken for one: Python's ``Path`` makes
+``msc:/profile/run`` of ``msc://profile/run``, a directory ``msc:`` here.
 """
 
 import argparse
@@ -47,3 +47,25 @@ def local_path(text: str) -> Path:
         argparse.ArgumentTypeError: it is
     """
     return Path(not_a_url(text))
+
+
+def natural(text: str) -> int:
+    """An argparse type: 0, 1, 2, ….
+
+    Raises:
+        argparse.ArgumentTypeError: anything else
+    """
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """An argparse type: 1, 2, 3, ….
+
+    Raises:
+        argparse.ArgumentTypeError: anything else
+    """
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError('0: expected a positive number')
+    return int(text)

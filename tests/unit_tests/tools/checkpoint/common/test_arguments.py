@@ -7,8 +7,8 @@ import pytest
 from megatron.core.optimizer import checkpoint_command
 
 from tools.checkpoint import convert_ckpt_pp_vpp, gpt_into_hybrid, inspect_checkpoint
+from tools.checkpoint.common.arguments import local_path, not_a_url, why_not_local
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.common.local import local_path, not_a_url, why_not_local
 from tools.checkpoint.merge import cli
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
