@@ -175,7 +175,7 @@ def _check(
     chunks = every_chunk(side)
     layers = [side.stages[chunk.rank].layers[chunk.chunk] for chunk in chunks]
     check_layers(sum(layers), side.args(), side.source.directory)
-    shards = require_shards(side, side.stages)
+    shards = require_shards(side, side.stages, side.tensor_size)
     refuse_other_files([rank.path for rank in ranks.values()], drop_optimizer)
     as_it_is = one_to_one(chunks, chunks, layers, [])
     tensor_size = len({tp for tp, _ in shards})

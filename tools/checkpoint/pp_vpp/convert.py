@@ -323,7 +323,8 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
     used: dict[str, set[int]] = {}
     for chunk in plan.sources:
         used.setdefault(chunk.side, set()).add(chunk.rank)
-    shards = {side: require_shards(surveys[side], ranks) for side, ranks in used.items()}
+    largest = max(side.tensor_size for side in surveys.values())
+    shards = {side: require_shards(surveys[side], ranks, largest) for side, ranks in used.items()}
     sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
     ranks = plan.ranks()
     ends = [plan.sources[0], plan.sources[-1]]
@@ -352,7 +353,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             jobs.append(
                 Job(
                     side,
-                    RankId(tp, rank if output.pipeline_size > 1 else None, ep),
+                    RankId(tp, rank if output.has_pipeline else None, ep),
                     moves,
                     layout,
                     {

@@ -89,8 +89,8 @@ def _world_size(args: Any, layout: Layout) -> int | None:
 def _rank(args: Any, layout: Layout) -> int | None:
     """The rank that saves such a file in a run of the new layout."""
     old = global_rank(args)
-    if old is None:
-        return None
+    if old is None or args.tensor_model_parallel_size != layout.tensor_size:
+        return None  # stages have tensor sizes of their own: ranks aren't numbered evenly
     copies = old.stage_size // args.tensor_model_parallel_size
     before = old.replica * layout.model_parallel_ranks + layout.ranks_before
     return copies * before + old.within

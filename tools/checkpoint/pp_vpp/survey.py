@@ -49,6 +49,11 @@ class SideSurvey:
         """``args`` of the first pipeline rank; None without."""
         return self.stages[min(self.stages)].args
 
+    @property
+    def tensor_size(self) -> int:
+        """Tensor ranks of the stage that has most of them."""
+        return max(len({tp for tp, _ in self.source.shards(rank)}) for rank in self.stages)
+
     def stage(self, rank: int, flag: str) -> StageSurvey:
         """A pipeline rank that a flag names.
 
@@ -238,8 +243,18 @@ def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
         )
 
 
-def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, int | None]]:
+def require_shards(
+    side: SideSurvey, ranks: Iterable[int], largest: int
+) -> list[tuple[int, int | None]]:
     """The (tensor, expert) ranks that all given pipeline ranks of a side have.
+
+    Stages of one run may have tensor sizes of their own, and then ``args`` of all of them hold the
+    largest: the directories decide, where some stage has as many ranks as ``args`` say.
+
+    Args:
+        side: the side
+        ranks: pipeline ranks
+        largest: tensor ranks of the stage that has most of them, of all sides of the model
 
     Raises:
         CheckpointError: they differ between stages, or one is missing
@@ -253,28 +268,23 @@ def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, in
                 f'{directory}: stage {rank} has tensor-parallel ranks {_shards(other)}, stage '
                 f'{ranks[0]} has {_shards(shards)}; stages of one side need the same'
             )
-    sizes = [1 + max(tp for tp, _ in shards), 1 + max(ep or 0 for _, ep in shards)]
     args = side.stages[ranks[0]].args
-    for index, name in enumerate(('tensor_model_parallel_size', 'expert_model_parallel_size')):
-        sizes[index] = max(sizes[index], getattr(args, name, None) or 1)
-    missing = first_missing({tp for tp, _ in shards}, sizes[0])
-    if missing is not None:
-        raise CheckpointError(
-            f'{directory}: tensor-parallel rank {missing} of stage {ranks[0]} is missing '
-            f'(found {_shards(shards)}, expected {sizes[0]} ranks)'
-        )
-    missing = first_missing({ep or 0 for _, ep in shards}, sizes[1])
-    if missing is not None:
-        raise CheckpointError(
-            f'{directory}: expert-parallel rank {missing} of stage {ranks[0]} is missing '
-            f'(found {_shards(shards)}, expected {sizes[1]} ranks)'
-        )
-    expected = getattr(args, 'tensor_model_parallel_size', None)
-    if expected and sizes[0] > expected:
-        raise CheckpointError(
-            f'{directory}: has tensor-parallel ranks {_shards(shards)}, but args say '
-            f"tensor_model_parallel_size {expected}; remove what doesn't belong"
-        )
+    stated = getattr(args, 'tensor_model_parallel_size', None) or 1
+    for kind, found, size in (
+        ('tensor', {tp for tp, _ in shards}, stated if stated > largest else 1),
+        (
+            'expert',
+            {ep or 0 for _, ep in shards},
+            getattr(args, 'expert_model_parallel_size', None) or 1,
+        ),
+    ):
+        size = max(size, 1 + max(found))
+        missing = first_missing(found, size)
+        if missing is not None:
+            raise CheckpointError(
+                f'{directory}: {kind}-parallel rank {missing} of stage {ranks[0]} is missing '
+                f'(found {_shards(shards)}, expected {size} ranks)'
+            )
     return shards
 
 

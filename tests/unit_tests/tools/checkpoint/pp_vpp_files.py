@@ -57,6 +57,26 @@ def same(one, other, path='') -> list[str]:
     return [] if alike else [f'{path}: {one} {other}']
 
 
+def joined_optimizer(stages):
+    """What torch would save for one optimizer over the parameters of several stages."""
+    inner = [stage['optimizer']['optimizer'] for stage in stages]
+    state, groups, masters = {}, [], []
+    for g, header in enumerate(inner[0]['param_groups']):
+        ids = []
+        for part in inner:
+            for old in part['param_groups'][g]['params']:
+                ids.append(len(state))
+                state[len(state)] = part['state'][old]
+        groups.append({**header, 'params': ids})
+        masters.append(
+            [m for stage in stages for m in stage['optimizer']['fp32_from_fp16_params'][g]]
+        )
+    return {
+        'optimizer': {'state': state, 'param_groups': groups},
+        'fp32_from_fp16_params': masters,
+    }
+
+
 def path_of(root, rank):
     return root / ITERATION / f'mp_rank_{rank}' / 'model_optim_rng.pt'
 
