@@ -15,7 +15,8 @@ MERGE = 'merge --load-dir SRC --save-dir OUT --pipeline-size 2'
 
 def load(root, rank, iteration=ITERATION):
     """A rank file; ``rank`` is what follows ``mp_rank_``."""
-    return torch.load(Path(root) / iteration / f'mp_rank_{rank}' / 'model_optim_rng.pt')
+    path = Path(root) / iteration / f'mp_rank_{rank}' / 'model_optim_rng.pt'
+    return torch.load(path, weights_only=False)
 
 
 def save(state, root, rank, iteration=ITERATION):

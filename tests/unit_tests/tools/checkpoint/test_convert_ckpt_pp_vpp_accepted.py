@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, put
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, path_of, same, save
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite
@@ -44,7 +44,20 @@ def own_paths(root):
             edit(put(f'/node{number}', 'args', name), rank)(root)
 
 
+def pickled(protocol):
+    """As other tools save, which name a protocol."""
+
+    def mutate(root):
+        for rank in STAGES:
+            torch.save(load(root, rank), path_of(root, rank), pickle_protocol=protocol)
+
+    return mutate
+
+
 CASES = {
+    'pickle protocol 3': pickled(3),
+    'pickle protocol 4': pickled(4),
+    'pickle protocol 5': pickled(5),
     'extra states of other lengths, or none': extra_states,
     "no two ranks alike in what is the node's": own_paths,
     'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
