@@ -45,7 +45,10 @@ class Misuse(ValueError):
     """Arguments that don't go together, or a source that isn't there."""
 
 
-def _integers(text: str) -> list[int]:
+# An option given as '' is absent: that is a shell variable which is empty.
+def _integers(text: str) -> list[int] | None:
+    if not text.strip():
+        return None
     try:
         numbers = [int(part) for part in text.split(',')]
     except ValueError:
@@ -55,16 +58,24 @@ def _integers(text: str) -> list[int]:
     return numbers
 
 
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
+def _natural(text: str) -> int | None:
+    digits = text.strip()
+    if not digits:
+        return None
+    if not digits.isascii() or not digits.isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
-    return int(text)
+    return int(digits)
 
 
-def _positive(text: str) -> int:
-    if _natural(text) == 0:
+def _positive(text: str) -> int | None:
+    value = _natural(text)
+    if value == 0:
         raise argparse.ArgumentTypeError('0: expected a positive number')
-    return int(text)
+    return value
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,7 +172,7 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
         what, _, side = name.partition('-dir')
         text = 'root of the source' if what == 'load' else 'root of the output'
         command.add_argument(
-            f'--{name}', type=Path, metavar='DIR', help=text + side.replace('-', ', ')
+            f'--{name}', type=_path, metavar='DIR', help=text + side.replace('-', ', ')
         )
 
 
@@ -201,7 +212,7 @@ def request(args: argparse.Namespace) -> 'Request':
         Misuse: arguments that don't go together, or one that is missing
     """
     if args.command == 'reshape':
-        _need(args, 'load_dir', 'save_dir')
+        _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
         _need_sources(args)
         from .pp_vpp import commands
 

@@ -7,6 +7,7 @@ import torch
 
 from ..common.errors import CheckpointError
 from .model_state import layer_of, renumber
+from .numbers import whole
 from .optimizer_state import WAY_OUT, equal
 from .rank_file import OldRank
 from .rank_order import Place, RankOrder
@@ -107,6 +108,8 @@ class SameModel:
             if not hasattr(args, name):
                 continue
             found = getattr(args, name)
+            number = whole(found)
+            found = found if number is None else number
             home = (name, tensor_size if name == _PADDED_VOCABULARY else None)
             expected, path = self._args.setdefault(home, (found, rank.path))
             if not equal(found, expected):
