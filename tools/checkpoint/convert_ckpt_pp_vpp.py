@@ -46,7 +46,10 @@ class Misuse(ValueError):
     """Arguments that don't go together, or a source that isn't there."""
 
 
-def _integers(text: str) -> list[int]:
+# An option given as '' is absent: that is a shell variable which is empty.
+def _integers(text: str) -> list[int] | None:
+    if not text.strip():
+        return None
     try:
         numbers = [int(part) for part in text.split(',')]
     except ValueError:
@@ -54,6 +57,18 @@ def _integers(text: str) -> list[int]:
     if not numbers or min(numbers) < 0:
         raise argparse.ArgumentTypeError(f'{text!r}: expected numbers such as 0,3')
     return numbers
+
+
+def _natural(text: str) -> int | None:
+    return natural(text.strip()) if text.strip() else None
+
+
+def _positive(text: str) -> int | None:
+    return positive(text.strip()) if text.strip() else None
+
+
+def _path(text: str) -> Path | None:
+    return local_path(text) if text else None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     )
     merge.add_argument(
         '--pipeline-size',
-        type=positive,
+        type=_positive,
         metavar='P',
         help='or: all stages become chunks of P ranks in interleaved order (rank r, '
         'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
@@ -96,18 +111,18 @@ def parser() -> argparse.ArgumentParser:
     _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
     split.add_argument(
         '--split-rank',
-        type=natural,
+        type=_natural,
         metavar='R',
         help='edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
     )
     split.add_argument(
         '--split-cloud-rank',
-        type=natural,
+        type=_natural,
         metavar='R',
         help='cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
     )
     split.add_argument(
-        '--num-cloud-vpp-chunks', type=positive, metavar='K', help='number of chunks of that rank'
+        '--num-cloud-vpp-chunks', type=_positive, metavar='K', help='number of chunks of that rank'
     )
     split.add_argument(
         '--middle-ranks',
@@ -121,14 +136,14 @@ def parser() -> argparse.ArgumentParser:
     _add_directories(reshape, 'load-dir', 'save-dir')
     reshape.add_argument(
         '--pipeline-size',
-        type=positive,
+        type=_positive,
         metavar='P',
         required=True,
         help='pipeline ranks of the output',
     )
     reshape.add_argument(
         '--virtual-size',
-        type=positive,
+        type=_positive,
         metavar='V',
         required=True,
         help='chunks of each rank; 1 for plain stages',
@@ -150,14 +165,14 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
         what, _, side = name.partition('-dir')
         text = 'root of the source' if what == 'load' else 'root of the output'
         command.add_argument(
-            f'--{name}', type=local_path, metavar='DIR', help=text + side.replace('-', ', ')
+            f'--{name}', type=_path, metavar='DIR', help=text + side.replace('-', ', ')
         )
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         '--iteration',
-        type=natural,
+        type=_natural,
         metavar='N',
         help='iteration to convert (default: the tracker of the (edge) source; '
         '`release` there means the release directory)',
@@ -167,7 +182,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         '--workers',
-        type=positive,
+        type=_positive,
         metavar='N',
         help='rank files written at the same time (default: one a CPU)',
     )
@@ -190,7 +205,7 @@ def request(args: argparse.Namespace) -> 'Request':
         Misuse: arguments that don't go together, or one that is missing
     """
     if args.command == 'reshape':
-        _need(args, 'load_dir', 'save_dir')
+        _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
         _need_sources(args)
         from .pp_vpp import commands
 

@@ -99,7 +99,8 @@ def tracker_target(root: str | Path) -> Path:
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
-            f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory'
+            f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory; '
+            f'iterations in {root}: {iterations_in(root)}'
         )
     return target
 
@@ -114,12 +115,17 @@ def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
         return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
-        known = list(list_iterations(root))
         raise CheckpointError(
-            f'{target}: no such directory; iterations in {root}: '
-            + (', '.join(map(str, known)) if known else 'none')
+            f'{target}: no such directory; iterations in {root}: {iterations_in(root)}'
         )
     return target
+
+
+def iterations_in(root: str | Path) -> str:
+    """The iterations in a root as messages list them, ``release`` included; ``none`` without."""
+    known = [*map(str, list_iterations(root))]
+    known += [RELEASE] if os.path.isdir(Path(root) / RELEASE) else []
+    return ', '.join(known) or 'none'
 
 
 def resolve_checkpoint(path: str | Path) -> Path:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .errors import CheckpointError, one_line, shown
 from .nesting import Endless, refuse_endless
+from .pickle_protocol import as_protocol_2
 from .pickle_scan import refuse_memory_request
 
 METADATA_NAME = '.metadata'
@@ -69,18 +70,29 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
 
 # RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
 # `numpy.core` and since then under `numpy._core`.
-_MULTIARRAY = importlib.import_module('numpy._core.multiarray')
 _NUMPY: list[Any] = [
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
     *(
         (
-            getattr(importlib.import_module('numpy._core.multiarray'), name),
-            f'numpy.{core}.multiarray.{name}',
+            getattr(importlib.import_module(f'numpy._core.{module}'), name),
+            f'numpy.{core}.{module}.{name}',
         )
-        for name in ('scalar', '_reconstruct')
+        for module, name in (
+            ('multiarray', 'scalar'),
+            ('multiarray', '_reconstruct'),
+            ('numeric', '_frombuffer'),  # in pickle protocol 5
+        )
         for core in ('core', '_core')
     ),
 ]
+
+
+def _no_bytes() -> bytes:
+    return b''
+
+
+# How protocol 2 writes them, and nothing that makes more bytes than it holds.
+_BYTES: list[Any] = [(_no_bytes, 'builtins.bytes')]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -275,11 +287,26 @@ def load_torch(
     path = str(source) if isinstance(source, Path) else source
     try:
         # Leaving the block takes away what it added; what core has registered must stay.
-        with torch.serialization.safe_globals(_not_registered(_NUMPY)):
-            value = torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
+        with torch.serialization.safe_globals(_not_registered([*_NUMPY, *_BYTES])):
+            protocol = 2 if trust else _protocol(path)
+            if protocol < 2:
+                raise CheckpointError(
+                    f'{name}: its pickle is of protocol 0 or 1, or damaged; expected 2 to 5: save '
+                    'it again with torch.save as it is called by default'
+                )
+            restricted = protocol > 2  # by the same unpickler: weights_only takes no other protocol
+            value = torch.load(
+                path,
+                map_location='cpu',
+                mmap=mmap,
+                weights_only=not (trust or restricted),
+                pickle_module=_Protocol2 if restricted else None,
+            )
         if not trust:
             refuse_endless(value)
         return value
+    except CheckpointError:
+        raise
     except Endless as error:
         raise CheckpointError(f'{name}: {error}; the file is damaged') from error
     except FileNotFoundError as error:
@@ -304,6 +331,32 @@ def load_torch(
                 or f'no torch.save file, truncated or damaged ({_cause(error)})'
             )
         ) from error
+
+
+class _Protocol2:
+    """For ``torch.load``: its own restricted unpickler, told any protocol in protocol 2."""
+
+    class Unpickler(torch._weights_only_unpickler.Unpickler):  # noqa: D106
+        def __init__(self, file: IO[bytes], *, encoding: str = 'bytes') -> None:
+            super().__init__(io.BytesIO(as_protocol_2(file.read())), encoding=encoding)
+
+
+def _protocol(source: str | IO[bytes]) -> int:
+    """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
+    at = None if isinstance(source, str) else source.tell()
+    try:
+        archive = torch._C.PyTorchFileReader(source)
+        if archive.has_record('constants.pkl'):  # TorchScript, which is code
+            return 2
+        start: bytes = archive.get_record('data.pkl')[:2]
+    except RuntimeError:  # no zip file: torch.load says what is wrong
+        return 2
+    finally:
+        if not isinstance(source, str):
+            source.seek(at or 0)
+    if len(start) < 2:
+        return 2
+    return start[1] if start[:1] == pickle.PROTO else 1
 
 
 def _not_registered(entries: list[Any]) -> list[Any]:
