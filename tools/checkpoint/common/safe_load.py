@@ -63,7 +63,7 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
     'torch': {'Size'},
     'torch.serialization': {'_get_layout'},
     'collections': {'OrderedDict'},
-    'builtins': {'set', 'frozenset'},
+    'builtins': {'object', 'set', 'frozenset'},
     'pathlib': _PATHS,
     'pathlib._local': _PATHS,  # Python 3.13 and later
 }
@@ -104,6 +104,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         Raises:
             pickle.UnpicklingError: for every other global, naming it
         """
+        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 have Python 2's names
+        if (module, name) == ('copyreg', '_reconstructor'):
+            return _new_object
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in _METADATA_GLOBALS.get(module, ()):
@@ -111,6 +114,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == 'pathlib._local':
             module = 'pathlib'
         return getattr(importlib.import_module(module), name)
+
+
+def _new_object(cls: Any, base: object, state: object) -> Any:
+    """How protocols 0 and 1 make an object; its attributes follow."""
+    if base is not object or state is not None:
+        raise pickle.UnpicklingError(f'refused class {shown(cls)} made of {shown(base)}')
+    return object.__new__(cls)
 
 
 def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:

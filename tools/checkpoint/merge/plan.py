@@ -106,6 +106,7 @@ class MergePlan:
         copied_tensors: those of its keys that are tensors
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
+        config: ``metadata.json`` of the output, as the first source has it
         reshaped: core's record of tensors stored under another global shape, carried over
     """
 
@@ -114,6 +115,7 @@ class MergePlan:
     copied_tensors: dict[str, OutputTensor] = field(default_factory=dict)
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
+    config: dict[str, object] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -178,7 +180,7 @@ def make_plan(
     """
     first = sources[0]
     dtypes = output_dtypes(first.tensors, save_dtype, keep_fp32)
-    plan = MergePlan(reshaped=first.reshaped)
+    plan = MergePlan(config=first.config, reshaped=first.reshaped)
     jobs: list[ChunkJob] = []
     for key, entry in first.tensors.items():
         plan.tensors[key] = _output_tensor(entry, dtypes[key])

@@ -1,5 +1,6 @@
 """A merge from beginning to end, collectively over all ranks."""
 
+import json
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -10,8 +11,8 @@ from time import perf_counter
 import torch
 
 from ..common import publish
-from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
+from ..common.paths import CONFIG_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
 from ..common.stored import check_file
@@ -22,7 +23,6 @@ from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import MergeResult
-from .source import FORMAT
 from .validate import validate_output
 from .verify import verify_share
 from .writer import MergePlanner, MergeWriter, save_merged
@@ -205,7 +205,7 @@ def _complete(prepared: Prepared | None, staging: Path) -> None:
         output_common_state(prepared.common, prepared.provenance, prepared.output_iteration),
         staging,
     )
-    save_config(CheckpointingConfig(FORMAT), str(staging))
+    (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
     validate_output(staging, prepared.plan)
 
 

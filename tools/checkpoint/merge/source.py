@@ -64,7 +64,7 @@ class Source:
 
     Attributes:
         directory: checkpoint directory
-        config: what ``metadata.json`` says about the storage of tensors
+        config: what ``metadata.json`` says
         tensors: floating model tensors by FQN
         extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
             tensors of any dtype
@@ -80,6 +80,15 @@ class Source:
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
     reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def tensor_config(self) -> dict[str, object]:
+        """What ``metadata.json`` says of tensors.
+
+        Of common state core 0.18 records the form there, 0.19 no longer does, and the checkpoint
+        itself shows it.
+        """
+        return {key: self.config[key] for key in self.config if not key.startswith('common_')}
 
     @property
     def common_file(self) -> Path | None:
@@ -159,13 +168,10 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """What ``metadata.json`` says about the storage of tensors.
-
-    How common state is stored is left out: core 0.18 records it there, 0.19 no longer does, and the
-    checkpoint itself shows it.
+    """What ``metadata.json`` says.
 
     Raises:
-        CheckpointError: missing, no JSON object, or another format than ``torch_dist``
+        CheckpointError: missing, no JSON object, or another format than ``torch_dist``, version 1
     """
     file = directory / CONFIG_NAME
     try:
@@ -177,7 +183,13 @@ def read_config(directory: Path) -> dict[str, object]:
     found = config.get('sharded_backend') if isinstance(config, dict) else None
     if found != FORMAT:
         raise CheckpointError(f'{file}: format {shown(found)}, expected {FORMAT!r}')
-    return {key: value for key, value in config.items() if not key.startswith('common_')}
+    version = config.get('sharded_backend_version', 1)
+    if version != 1:
+        raise CheckpointError(
+            f'{file}: sharded_backend_version {shown(version)}, expected 1; what another one means '
+            'is not known here'
+        )
+    return config
 
 
 def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:

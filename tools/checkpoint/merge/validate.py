@@ -48,8 +48,8 @@ _ONE_DTYPE = 'a merge of one of them alone, with --merge-save-dtype, gives it an
 
 def differences(other: Source, first: Source) -> Iterator[Difference]:
     """Everything that keeps two sources from being merged as they are, in the order of checking."""
-    if other.config != first.config:
-        yield Difference('formats differ:', '', f'{other.config}, {first.config}')
+    if other.tensor_config != first.tensor_config:
+        yield Difference('formats differ:', '', f'{other.tensor_config}, {first.tensor_config}')
     yield from _key_differences('tensors', other.tensors, first.tensors)
     yield from _extra_state_differences(other, first)
     for key, expected in first.tensors.items():

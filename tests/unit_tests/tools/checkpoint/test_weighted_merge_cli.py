@@ -98,7 +98,7 @@ def test_range_mode(five, tmp_path, capsys):
     out = tmp_path / 'iter_0000400'
     weights = list(checkpoint_coefficients([200, 300, 400], 'minus-sqrt').values())
     assert_same(load_tensors(out), plain_merge(models[1:4], weights))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400'
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400\n'
     common = dist_checkpointing.load_common_state_dict(str(out))
     provenance = common['weighted_merge_provenance']
     assert common['iteration'] == 400
@@ -132,7 +132,7 @@ def test_range_interval_walks_back_from_the_end(five, tmp_path):
     )
     kept = [models[0], models[2], models[4]]
     assert_same(load_tensors(tmp_path / 'iter_0000007'), plain_merge(kept, [1 / 3] * 3))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7'
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7\n'
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_tracker_never_goes_back(five, tmp_path, capsys):
         root.mkdir()
         (root / tracker.name).write_text(text)
         assert cli(*words, root) == 0
-        assert (root / tracker.name).read_text() == '6'
+        assert (root / tracker.name).read_text() == '6\n'
     assert cli(*words[:2], '--merge-output', tmp_path / 'none') == 0  # touches no tracker
 
 

@@ -155,6 +155,7 @@ def test_checkpoints_of_core_018_and_019_merge(five, tmp_path):
             out = merge(pair, [0.5, 0.5], tmp_path / name, iteration, verify=True).output_dir
             assert_same(load_tensors(out), expected)
             common = dist_checkpointing.load_common_state_dict(str(out))
+            assert (out / 'metadata.json').read_text() == (pair[0] / 'metadata.json').read_text()
             source = common['weighted_merge_provenance']['common_state_source']
             assert source.endswith(f'{iteration}') and common['args'].lr == 0.5
 

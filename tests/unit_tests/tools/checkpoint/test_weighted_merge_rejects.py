@@ -1,5 +1,6 @@
 """Weighted merge: what is refused before anything is written, each with one line that names it."""
 
+import io
 import json
 import pickle
 import shutil
@@ -282,7 +283,11 @@ def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
         ([], 'None'),
         ('text', 'no readable JSON'),
         ('[' * 100_000, 'no readable JSON'),
-        ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
+        (
+            {'sharded_backend': 'torch_dist', 'sharded_backend_version': 2},
+            'sharded_backend_version 2, expected 1',
+        ),
+        ({'sharded_backend': 'torch_dist', 'packing': 3}, 'formats differ'),
     ],
 )
 def test_other_formats(good, tmp_path, config, part):
@@ -346,3 +351,43 @@ def test_equal_files_that_are_links_to_one(good, tmp_path):
     merge([good, tmp_path / 'linked'], [0.5, 0.5], tmp_path / 'out')
     model = model_tensors(1)
     assert_same(load_tensors(tmp_path / 'out'), plain_merge([model, model], [0.5, 0.5]))
+
+
+def payload(tensor, **options):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer, **options)
+    return buffer.getvalue()
+
+
+NORM = 'decoder.final_layernorm.weight'
+PAYLOADS = {
+    'protocol 4': (lambda value: payload(value, pickle_protocol=4), None),
+    'protocol 5': (lambda value: payload(value, pickle_protocol=5), None),
+    'before zip files': (lambda v: payload(v, _use_new_zipfile_serialization=False), None),
+    'a parameter': (lambda value: payload(torch.nn.Parameter(value)), None),
+    'sparse': (lambda value: payload(value.to_sparse()), 'in the layout sparse_coo, not dense'),
+    'meta': (lambda value: payload(value.to('meta')), 'without elements'),
+    'a list': (lambda value: payload([value]), 'list'),
+    'of another dtype': (lambda value: payload(value.half()), 'torch.float16'),
+}
+
+
+@pytest.mark.parametrize('kind', PAYLOADS)
+def test_payloads_of_other_writers(good, tmp_path, kind):
+    """Every dense tensor of that dtype and shape is one, however it was saved."""
+    write, fault = PAYLOADS[kind]
+    model = model_tensors(1)
+
+    def replace(metadata):
+        place = storage_of(metadata, NORM)
+        place.relative_path, place.offset = 'other.distcp', 0
+        place.length = len(write(model[NORM]))
+
+    bad = damaged(good, tmp_path, replace)
+    (bad / 'other.distcp').write_bytes(write(model[NORM]))
+    if fault is None:
+        merge([bad], [0.5], tmp_path / 'out', verify=True)
+        assert_same(load_tensors(tmp_path / 'out'), plain_merge([model], [0.5]))
+    else:
+        with pytest.raises(CheckpointError, match=f'other.distcp: {NORM}: holds .*{fault}'):
+            merge([bad], [0.5], tmp_path / 'out')

@@ -18,6 +18,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
@@ -56,7 +57,23 @@ def test_metadata_equals_what_dcp_reads(checkpoint):
     assert load_dcp_metadata(checkpoint / '.metadata', trust=True) == theirs
 
 
-@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
+def test_metadata_of_any_protocol(checkpoint, protocol):
+    metadata = load_dcp_metadata(checkpoint)
+    metadata.planner_data = {'plans': [SavePlan([])], 'set': {1, 2}, 'path': Path('a')}
+    (checkpoint / '.metadata').write_bytes(pickle.dumps(metadata, protocol))
+    assert load_dcp_metadata(checkpoint) == metadata
+
+
+@pytest.mark.parametrize('arguments', [b'(c__builtin__\nint\nI5\n', b'(c__builtin__\nobject\nI5\n'])
+def test_objects_of_protocol_0_are_made_of_nothing_else(tmp_path, arguments):
+    data = b'ccopy_reg\n_reconstructor\n(ctorch\nSize\n' + arguments[1:] + b'tR.'
+    (tmp_path / '.metadata').write_bytes(data)
+    with pytest.raises(CheckpointError, match='refused class'):
+        load_dcp_metadata(tmp_path)
+
+
+@pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
 def test_hostile_metadata_is_refused_unless_trusted(checkpoint, proof, protocol):
     metadata = load_dcp_metadata(checkpoint)
     metadata.planner_data = Hostile(proof)
