@@ -30,7 +30,7 @@ from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
 from .provenance import make_provenance
 from .report import MergeResult, is_report
-from .source import Source, read_source
+from .source import FLOAT8_DTYPES, Source, read_source
 from .validate import validate_given_extra_states, validate_sources
 
 MAX_REPORT_BYTES = 2**26
@@ -268,14 +268,19 @@ def prepare(request: Request, world_size: int) -> Prepared:
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,
         left_out=sum(len(source.left_out) for source in sources),
-        warnings=_warnings(inputs, common, iteration, target, content_bytes),
+        warnings=_warnings(inputs, common, iteration, target, content_bytes, sources[0]),
         dry_run=request.dry_run,
     )
     return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
 def _warnings(
-    inputs: Inputs, common: CommonState, iteration: int | None, target: Path, content_bytes: int
+    inputs: Inputs,
+    common: CommonState,
+    iteration: int | None,
+    target: Path,
+    content_bytes: int,
+    first: Source,
 ) -> list[str]:
     found = []
     free = _free_bytes(target)
@@ -294,6 +299,12 @@ def _warnings(
         found.append(
             f'weights sum to {total:.6g} (smallest {min(inputs.weights):.6g}) and are used as they '
             'are; outputs may leave the range of the inputs'
+        )
+    float8 = [key for key, entry in first.tensors.items() if entry.dtype in FLOAT8_DTYPES]
+    if float8:
+        found.append(
+            f'{len(float8)} float8 tensors ({float8[0]}, …) are averaged as the numbers they hold: '
+            'scales stored apart from them are not applied'
         )
     if common.origin is None:
         found.append("no input has common state; the output can't be resumed by its iteration")

@@ -23,7 +23,8 @@ from .geometry import Box, tiling_fault
 FORMAT = 'torch_dist'
 
 MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
-_AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+_AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
 _EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 TRAINING_KEY = re.compile(
     r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
@@ -217,8 +218,8 @@ def _tensor_entry(
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
         raise CheckpointError(
-            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point "
-            f'of 16 bits or more'
+            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
+            + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
         )
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:
