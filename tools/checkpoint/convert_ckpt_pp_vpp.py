@@ -20,6 +20,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.arguments import local_path, natural, positive
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -45,7 +46,10 @@ class Misuse(ValueError):
     """Arguments that don't go together, or a source that isn't there."""
 
 
-def _integers(text: str) -> list[int]:
+# An option given as '' is absent: that is a shell variable which is empty.
+def _integers(text: str) -> list[int] | None:
+    if not text.strip():
+        return None
     try:
         numbers = [int(part) for part in text.split(',')]
     except ValueError:
@@ -55,16 +59,16 @@ def _integers(text: str) -> list[int]:
     return numbers
 
 
-def _natural(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
-    return int(text)
+def _natural(text: str) -> int | None:
+    return natural(text.strip()) if text.strip() else None
 
 
-def _positive(text: str) -> int:
-    if _natural(text) == 0:
-        raise argparse.ArgumentTypeError('0: expected a positive number')
-    return int(text)
+def _positive(text: str) -> int | None:
+    return positive(text.strip()) if text.strip() else None
+
+
+def _path(text: str) -> Path | None:
+    return local_path(text) if text else None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,7 +165,7 @@ def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
         what, _, side = name.partition('-dir')
         text = 'root of the source' if what == 'load' else 'root of the output'
         command.add_argument(
-            f'--{name}', type=Path, metavar='DIR', help=text + side.replace('-', ', ')
+            f'--{name}', type=_path, metavar='DIR', help=text + side.replace('-', ', ')
         )
 
 
@@ -201,7 +205,7 @@ def request(args: argparse.Namespace) -> 'Request':
         Misuse: arguments that don't go together, or one that is missing
     """
     if args.command == 'reshape':
-        _need(args, 'load_dir', 'save_dir')
+        _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
         _need_sources(args)
         from .pp_vpp import commands
 

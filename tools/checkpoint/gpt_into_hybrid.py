@@ -10,6 +10,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.arguments import not_a_url
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 
@@ -22,22 +23,29 @@ work. Reads metadata only.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when the load will work, 1 when it won't; the reason is the last line then.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        'checkpoint', help='an iter_XXXXXXX or release directory, or the directory above it'
+        'checkpoint',
+        type=not_a_url,
+        help='an iter_XXXXXXX or release directory, or the directory above it',
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
-    options = parser.parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        0 when the load will work, 1 when it won't; the reason is the last line then.
+    """
+    options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
     reason = _why_not_active()
     if reason:
         return complain(reason)

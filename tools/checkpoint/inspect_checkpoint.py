@@ -19,6 +19,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.arguments import not_a_url
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -56,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument(
         'path',
         nargs='?',
+        type=not_a_url,
         metavar='PATH',
         help='directory of one iteration (iter_XXXXXXX, release, or of any other name), or a root '
         'with latest_checkpointed_iteration.txt',
@@ -63,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument(
         '--diff',
         nargs=2,
+        type=not_a_url,
         metavar=('A', 'B'),
         help='list everything that keeps two checkpoints from being merged, by the checks of the '
         'weighted merge, and the options with which it takes them',

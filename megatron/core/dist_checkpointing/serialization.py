@@ -9,12 +9,12 @@ then refuses to read them back.
 """
 
 import logging
-import sys
 from typing import Any
 
 import torch
 
 import megatron_overlay
+from megatron_overlay.optimizer_classes import imported_optimizer_classes
 
 upstream = megatron_overlay.upstream(__name__)
 
@@ -23,28 +23,14 @@ logger = logging.getLogger(__name__)
 
 def load_common(checkpoint_dir: str) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
-    with torch.serialization.safe_globals(_optimizer_classes()):
+    with torch.serialization.safe_globals(imported_optimizer_classes()):
         return drop_leaked_param_state(upstream.load_common(checkpoint_dir))
 
 
 def load_common_state_dict(checkpoint_dir) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
-    with torch.serialization.safe_globals(_optimizer_classes()):
+    with torch.serialization.safe_globals(imported_optimizer_classes()):
         return drop_leaked_param_state(upstream.load_common_state_dict(checkpoint_dir))
-
-
-def _optimizer_classes() -> list[type]:
-    """Those that an offloading run can be made of here."""
-    fused = (
-        sys.modules.get(name)
-        for name in ('transformer_engine.pytorch.optimizers', 'apex.optimizers')
-    )
-    return [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD] + [
-        getattr(module, name)
-        for module in fused
-        for name in ('FusedAdam', 'FusedSGD')
-        if hasattr(module, name)
-    ]
 
 
 def drop_leaked_param_state(common_state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The command line of ``python -m megatron.core.optimizer.distrib_optimizer``."""
 
 import argparse
-from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.resume_report import (
@@ -12,10 +11,30 @@ from megatron.core.optimizer.resume_report import (
 from megatron.core.optimizer.weight_check import check_weights
 
 try:
+    from megatron_overlay.tools.checkpoint.common.arguments import local_path
     from megatron_overlay.tools.checkpoint.common.stdout import complain, tell
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common.arguments import local_path
     from tools.checkpoint.common.stdout import complain, tell
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog='python -m megatron.core.optimizer.distrib_optimizer',
+        description='Tell from a distributed checkpoint what resuming from it will do to the '
+        'optimizer. Changes nothing, and reads no tensors without --check-weights.',
+    )
+    parser.add_argument(
+        'checkpoint', type=local_path, help='directory of one iteration, or the one above it'
+    )
+    parser.add_argument(
+        '--check-weights',
+        action='store_true',
+        help='compare the main parameters with the weights, and name those that differ',
+    )
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,20 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 when a report was printed and no weight differs, else 1.
     """
-    parser = argparse.ArgumentParser(
-        prog='python -m megatron.core.optimizer.distrib_optimizer',
-        description='Tell from a distributed checkpoint what resuming from it will do to the '
-        'optimizer. Changes nothing, and reads no tensors without --check-weights.',
-    )
-    parser.add_argument(
-        'checkpoint', type=Path, help='directory of one iteration, or the one above it'
-    )
-    parser.add_argument(
-        '--check-weights',
-        action='store_true',
-        help='compare the main parameters with the weights, and name those that differ',
-    )
-    options = parser.parse_args(argv)
+    options = make_parser().parse_args(argv)
     try:
         if not options.check_weights:
             return 0 if tell(describe(read_resume_report(options.checkpoint))) else 1

@@ -3,9 +3,7 @@
 Read are the metadata, the common state and the optimizers' settings; no tensor is.
 """
 
-import io
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +15,21 @@ from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint.metadata import Metadata
 
 try:
+    from megatron_overlay.tools.checkpoint.common import stored
     from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
-    from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+    from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
     from megatron_overlay.tools.checkpoint.common.stdout import printable
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
+    from tools.checkpoint.common import stored
     from tools.checkpoint.common.paths import iteration_dirname, read_tracker
-    from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+    from tools.checkpoint.common.safe_load import load_dcp_metadata
     from tools.checkpoint.common.stdout import printable
 
 TRACKER = 'latest_checkpointed_iteration.txt'
-_COMMON_STATE = re.compile(r'common_state/')
 _SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
 _OPTIMIZER = re.compile(r'(chained_\d+\.)?optimizer\.')
-_OPTIMIZER_CLASS = re.compile(r'(torch\.optim|transformer_engine\.pytorch\.optimizers|apex)\.')
+_NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 
 @dataclass
@@ -87,7 +86,17 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
         CheckpointingException: the optimizers' settings can't be read.
     """
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
-    settings = _stored_objects(directory, metadata, _SETTINGS, unread=re.compile(''))
+    settings = [
+        stored.read_object(
+            directory,
+            (place.relative_path, place.offset, place.length),
+            index.fqn,
+            stand_in_for=lambda name: True,
+            trust_hint=_NOTHING_RUNS,
+        )
+        for index, place in metadata.storage_data.items()
+        if _SETTINGS.match(index.fqn)
+    ]
     iteration = common.get('iteration')
     return ResumeReport(
         checkpoint_dir=directory,
@@ -143,69 +152,8 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
     Raises:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
-    file = directory / 'common.pt'
-    if file.exists():
-        state = _load(file, str(file))
-    else:
-        found = _stored_objects(directory, metadata, _COMMON_STATE)
-        state = found[0] if found else {}
-    if not isinstance(state, dict):
-        raise CheckpointingException(
-            f'{directory}: its common state is {type(state).__name__}, expected a dict'
-        )
-    return state
-
-
-def _stored_objects(
-    directory: Path, metadata: Metadata, key: re.Pattern, unread: re.Pattern = _OPTIMIZER_CLASS
-) -> list[Any]:
-    """The objects whose key begins as given, each read at its place in its file."""
-    objects = []
-    for index, place in metadata.storage_data.items():
-        if key.match(index.fqn):
-            path = directory / place.relative_path
-            try:
-                with open(path, 'rb') as file:
-                    found, needed = os.fstat(file.fileno()).st_size, place.offset + place.length
-                    if found < needed:
-                        raise CheckpointingException(
-                            f'{path}: {found} bytes, the metadata says at least {needed}; truncated'
-                        )
-                    file.seek(place.offset)
-                    content = file.read(place.length)
-            except (OSError, ValueError) as error:
-                raise CheckpointingException(f'{path}: can not be read ({error})') from error
-            value = _load(io.BytesIO(content), f'{path}: {index.fqn}', unread)
-            wrapped = isinstance(value, list) and len(value) == 1
-            objects.append(value[0] if wrapped else value)
-    return objects
-
-
-class _Unread:
-    """Stands for a class that this program has no use for, and does nothing."""
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-
-def _load(source: Path | io.BytesIO, name: str, unread: re.Pattern = _OPTIMIZER_CLASS) -> Any:
-    """What ``torch.save`` wrote, running nothing; classes in ``unread`` become :class:`_Unread`."""
-    try:
-        stored = torch.serialization.get_unsafe_globals_in_checkpoint(
-            source if isinstance(source, io.BytesIO) else str(source)
-        )
-    except Exception:
-        stored = []  # no file that torch.save wrote, as loading it will say
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
-    with torch.serialization.safe_globals(
-        [(_Unread, name) for name in stored if unread.match(name)]
-    ):
-        return load_torch(
-            source,
-            name=name,
-            trust_hint='expected values and settings, and nothing that has to be run',
-        )
+    place = stored.common_state_place(metadata)
+    return stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS) or {}
 
 
 def _sharding_type(common: dict, metadata: Metadata) -> str:

@@ -3,10 +3,6 @@
 from .quiet import quiet_imports
 
 with quiet_imports():
-    from megatron.core.dist_checkpointing.core import (
-        CheckpointingConfig,
-        CheckpointingException,
-        save_config,
-    )
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
-__all__ = ['CheckpointingConfig', 'CheckpointingException', 'save_config']
+__all__ = ['CheckpointingException']

@@ -10,7 +10,9 @@ import stat
 from pathlib import Path
 from typing import Literal
 
+from .arguments import why_not_local
 from .errors import CheckpointError, one_line
+from .staging import staging_path
 
 TRACKER_NAME = 'latest_checkpointed_iteration.txt'
 CONFIG_NAME = 'metadata.json'
@@ -23,6 +25,17 @@ _ITERATION = re.compile(r'\d{1,100}', re.ASCII)
 def real_path(path: str | Path) -> Path:
     """The path without symlinks, as far as it exists; one that loops is left as it is."""
     return Path(os.path.realpath(path))
+
+
+def refuse_url(path: str | Path) -> None:
+    """Raise where a URL is given for a path.
+
+    Raises:
+        CheckpointError: it is one
+    """
+    reason = why_not_local(path)
+    if reason:
+        raise CheckpointError(reason)
 
 
 def iteration_dirname(iteration: int | str) -> str:
@@ -42,6 +55,7 @@ def list_iterations(root: str | Path) -> dict[int, Path]:
     Raises:
         CheckpointError: ``root`` is no directory that can be read
     """
+    refuse_url(root)
     try:
         found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
     except OSError as error:
@@ -85,7 +99,8 @@ def tracker_target(root: str | Path) -> Path:
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
-            f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory'
+            f'{Path(root) / TRACKER_NAME}: names {iteration}, but {target} is no directory; '
+            f'iterations in {root}: {iterations_in(root)}'
         )
     return target
 
@@ -100,12 +115,17 @@ def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
         return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
-        known = list(list_iterations(root))
         raise CheckpointError(
-            f'{target}: no such directory; iterations in {root}: '
-            + (', '.join(map(str, known)) if known else 'none')
+            f'{target}: no such directory; iterations in {root}: {iterations_in(root)}'
         )
     return target
+
+
+def iterations_in(root: str | Path) -> str:
+    """The iterations in a root as messages list them, ``release`` included; ``none`` without."""
+    known = [*map(str, list_iterations(root))]
+    known += [RELEASE] if os.path.isdir(Path(root) / RELEASE) else []
+    return ', '.join(known) or 'none'
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -117,6 +137,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     Raises:
         CheckpointError: neither; the message says what was found instead
     """
+    refuse_url(path)
     path = Path(path)
     if not os.path.isdir(path):
         found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"
@@ -135,13 +156,24 @@ def refuse_unreachable(target: Path) -> None:
     """Raise where no directory can be made at ``target``, which a dry run should tell too.
 
     Raises:
-        CheckpointError: a name is too long, or what would be a parent is no directory
+        CheckpointError: a name or the whole path is too long, what would be a parent is no
+            directory, or it can't be written
+    """
+    parent = existing_parent(target)
+    _refuse_long_names(target, parent)
+    refuse_unwritable(target, parent)
+
+
+def existing_parent(target: Path) -> Path:
+    """The directory nearest to ``target`` that exists, itself included.
+
+    Raises:
+        CheckpointError: there is something else in its way
     """
     for path in (target, *target.parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):
-                _refuse_long_names(target, path)
-                return
+                return path
         except FileNotFoundError:
             if not os.path.lexists(path):
                 continue
@@ -150,10 +182,26 @@ def refuse_unreachable(target: Path) -> None:
                 f"{target}: can't be written: {error.strerror} ({path})"
             ) from error
         raise CheckpointError(f"{target}: can't be written: {path} is no directory")
+    raise CheckpointError(f"{target}: can't be written: {target.anchor} is no directory")
+
+
+def refuse_unwritable(target: Path, place: Path) -> None:
+    """Raise where this process may not write a directory or file, as ``target`` needs.
+
+    Raises:
+        CheckpointError: it may not
+    """
+    mode = os.W_OK | os.X_OK if os.path.isdir(place) else os.W_OK
+    if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
+        raise CheckpointError(f"{target}: can't be written: this user may not write {place}")
 
 
 def _refuse_long_names(target: Path, parent: Path) -> None:
     """Names below a directory that is missing: the file system hasn't looked at them."""
+    # what is written lies deeper, and under a longer name until it is published
+    deepest = staging_path(target, 'x' * 16) / ('x' * 40)
+    if len(os.fsencode(deepest)) >= os.pathconf('/', 'PC_PATH_MAX'):
+        raise CheckpointError(f"{target}: can't be written: the path is too long")
     try:
         longest = os.pathconf(parent, 'PC_NAME_MAX')
     except (OSError, ValueError):

@@ -316,5 +316,5 @@ def _replace_tracker(root: Path, temporary: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{tracker}: can't be replaced: {error.strerror}; the output itself is complete: "
-            f'write {text} into this file to have it loaded'
+            f'write {text.strip()} into this file to have it loaded'
         ) from error

@@ -7,8 +7,14 @@ an unpickler that knows DCP's metadata classes and nothing else.
 
 import importlib
 import io
+import os
 import pickle
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING
+from importlib.util import find_spec
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .errors import CheckpointError, one_line, shown
 from .nesting import Endless, refuse_endless
+from .pickle_protocol import as_protocol_2
 from .pickle_scan import refuse_memory_request
 
 METADATA_NAME = '.metadata'
@@ -56,25 +63,36 @@ _METADATA_GLOBALS: dict[str, set[str]] = {
     'torch': {'Size'},
     'torch.serialization': {'_get_layout'},
     'collections': {'OrderedDict'},
-    'builtins': {'set', 'frozenset'},
+    'builtins': {'object', 'set', 'frozenset'},
     'pathlib': _PATHS,
     'pathlib._local': _PATHS,  # Python 3.13 and later
 }
 
 # RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
 # `numpy.core` and since then under `numpy._core`.
-_MULTIARRAY = importlib.import_module('numpy._core.multiarray')
 _NUMPY: list[Any] = [
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
     *(
         (
-            getattr(importlib.import_module('numpy._core.multiarray'), name),
-            f'numpy.{core}.multiarray.{name}',
+            getattr(importlib.import_module(f'numpy._core.{module}'), name),
+            f'numpy.{core}.{module}.{name}',
         )
-        for name in ('scalar', '_reconstruct')
+        for module, name in (
+            ('multiarray', 'scalar'),
+            ('multiarray', '_reconstruct'),
+            ('numeric', '_frombuffer'),  # in pickle protocol 5
+        )
         for core in ('core', '_core')
     ),
 ]
+
+
+def _no_bytes() -> bytes:
+    return b''
+
+
+# How protocol 2 writes them, and nothing that makes more bytes than it holds.
+_BYTES: list[Any] = [(_no_bytes, 'builtins.bytes')]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -86,6 +104,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         Raises:
             pickle.UnpicklingError: for every other global, naming it
         """
+        module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 have Python 2's names
+        if (module, name) == ('copyreg', '_reconstructor'):
+            return _new_object
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in _METADATA_GLOBALS.get(module, ()):
@@ -93,6 +114,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == 'pathlib._local':
             module = 'pathlib'
         return getattr(importlib.import_module(module), name)
+
+
+def _new_object(cls: Any, base: object, state: object) -> Any:
+    """How protocols 0 and 1 make an object; its attributes follow."""
+    if base is not object or state is not None:
+        raise pickle.UnpicklingError(f'refused class {shown(cls)} made of {shown(base)}')
+    return object.__new__(cls)
 
 
 def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
@@ -119,11 +147,15 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
     try:
         metadata = pickle.loads(data) if trust else _restricted_loads(data)
     except Exception as error:
-        refused = 'refused class' in str(error)
+        found = re.match(r'refused class (.+)', str(error))
         raise CheckpointError(
-            f'{file}: {one_line(error)}; {TRUST_HINT}'
-            if refused
-            else f'{file}: not DCP metadata, truncated or damaged ({one_line(error)})'
+            f'{file}: '
+            + (
+                _refusal(found.group(1), TRUST_HINT)
+                if found
+                else _missing_code(error)
+                or f'not DCP metadata, truncated or damaged ({one_line(error)})'
+            )
         ) from error
     if not isinstance(getattr(metadata, 'state_dict_metadata', None), dict) or not isinstance(
         getattr(metadata, 'storage_data', None), dict
@@ -137,7 +169,34 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
             raise CheckpointError(
                 f'{file}: not DCP metadata, or damaged (storage of {shown(index)})'
             )
+    _refuse_shared_bytes(file, metadata.storage_data)
     return metadata
+
+
+def _refuse_shared_bytes(file: Path, storage: dict[MetadataIndex, _StorageInfo]) -> None:
+    """Every writer of DCP appends an entry to what its file holds, copies included.
+
+    Names count, not what they lead to: equal files may be links to one.
+    """
+    names = {name: os.path.normpath(name) for name in {at.relative_path for at in storage.values()}}
+    places = [
+        (names[at.relative_path], at.offset, at.offset + at.length, index)
+        for index, at in storage.items()
+        if at.length
+    ]
+    places.sort(key=itemgetter(0, 1))
+    for (name, _, end, index), (other_name, start, _, other) in pairwise(places):
+        if name == other_name and start < end:
+            raise CheckpointError(
+                f'{file}: {entry_name(index)} and {entry_name(other)} are stored at the same '
+                f'bytes of {name} (from {start} on), expected bytes of their own; the metadata is '
+                'damaged'
+            )
+
+
+def entry_name(index: MetadataIndex) -> str:
+    """A stored entry as messages name it: its key, and of a chunk where it begins."""
+    return index.fqn if index.offset is None else f'{index.fqn} at {tuple(index.offset)}'
 
 
 def _is_entry(entry: Any) -> bool:
@@ -238,11 +297,26 @@ def load_torch(
     path = str(source) if isinstance(source, Path) else source
     try:
         # Leaving the block takes away what it added; what core has registered must stay.
-        with torch.serialization.safe_globals(_not_registered(_NUMPY)):
-            value = torch.load(path, map_location='cpu', mmap=mmap, weights_only=not trust)
+        with torch.serialization.safe_globals(_not_registered([*_NUMPY, *_BYTES])):
+            protocol = 2 if trust else _protocol(path)
+            if protocol < 2:
+                raise CheckpointError(
+                    f'{name}: its pickle is of protocol 0 or 1, or damaged; expected 2 to 5: save '
+                    'it again with torch.save as it is called by default'
+                )
+            restricted = protocol > 2  # by the same unpickler: weights_only takes no other protocol
+            value = torch.load(
+                path,
+                map_location='cpu',
+                mmap=mmap,
+                weights_only=not (trust or restricted),
+                pickle_module=_Protocol2 if restricted else None,
+            )
         if not trust:
             refuse_endless(value)
         return value
+    except CheckpointError:
+        raise
     except Endless as error:
         raise CheckpointError(f'{name}: {error}; the file is damaged') from error
     except FileNotFoundError as error:
@@ -250,16 +324,49 @@ def load_torch(
     except pickle.UnpicklingError as error:
         refused = _refused_global(str(error))
         raise CheckpointError(
-            f'{name}: refused class {refused}; {trust_hint}'
-            if refused
-            else f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+            f'{name}: '
+            + (
+                _refusal(refused, trust_hint)
+                if refused
+                else f'no torch.save file, truncated or damaged ({_cause(error)})'
+            )
         ) from error
     except OSError as error:
         raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
     except Exception as error:
         raise CheckpointError(
-            f'{name}: no torch.save file, truncated or damaged ({_cause(error)})'
+            f'{name}: '
+            + (
+                _missing_code(error)
+                or f'no torch.save file, truncated or damaged ({_cause(error)})'
+            )
         ) from error
+
+
+class _Protocol2:
+    """For ``torch.load``: its own restricted unpickler, told any protocol in protocol 2."""
+
+    class Unpickler(torch._weights_only_unpickler.Unpickler):  # noqa: D106
+        def __init__(self, file: IO[bytes], *, encoding: str = 'bytes') -> None:
+            super().__init__(io.BytesIO(as_protocol_2(file.read())), encoding=encoding)
+
+
+def _protocol(source: str | IO[bytes]) -> int:
+    """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
+    at = None if isinstance(source, str) else source.tell()
+    try:
+        archive = torch._C.PyTorchFileReader(source)
+        if archive.has_record('constants.pkl'):  # TorchScript, which is code
+            return 2
+        start: bytes = archive.get_record('data.pkl')[:2]
+    except RuntimeError:  # no zip file: torch.load says what is wrong
+        return 2
+    finally:
+        if not isinstance(source, str):
+            source.seek(at or 0)
+    if len(start) < 2:
+        return 2
+    return start[1] if start[:1] == pickle.PROTO else 1
 
 
 def _not_registered(entries: list[Any]) -> list[Any]:
@@ -280,6 +387,30 @@ def _refused_global(message: str) -> str | None:
         if match:
             return match.group(1)
     return None
+
+
+def _refusal(name: str, trust_hint: str) -> str:
+    module = name.rpartition('.')[0]
+    package = IMPORT_MAPPING.get(module, module).partition('.')[0]
+    if not package or package in sys.modules or find_spec(package) is not None:
+        return f'refused class {name}; {trust_hint}'
+    return (
+        f'refused class {name}, whose package {package} is not installed here: trusting the file '
+        'would not load it either'
+    )
+
+
+def _missing_code(error: Exception) -> str | None:
+    """What a trusted file needs of other code and doesn't find; None for any other error."""
+    if isinstance(error, ImportError):
+        missing = f'module {error.name}' if error.name else one_line(error)
+    elif isinstance(error, AttributeError) and one_line(error).startswith("Can't get attribute"):
+        missing = one_line(error)
+    else:
+        return None
+    return (
+        f'needs what is not installed here ({missing}); run in the Python environment that saved it'
+    )
 
 
 def _cause(error: BaseException) -> str:

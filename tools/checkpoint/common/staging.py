@@ -7,6 +7,7 @@ executes something else may outlive the run: nothing starts one while it publish
 import errno
 import fcntl
 import glob
+import hashlib
 import os
 import shutil
 import socket
@@ -15,10 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_LONGEST_NAME = 96  # bytes
+
 
 def staging_prefix(target: Path) -> str:
-    """What the names of all paths staged for ``target`` on this host begin with."""
-    return f'.{target.name}.tmp-{socket.gethostname()}-'
+    """What the names of all paths staged for ``target`` on this host begin with.
+
+    A long name is cut and told by its digest, so that the whole fits where the name itself does.
+    """
+    name, encoded = target.name, os.fsencode(target.name)
+    if len(encoded) > _LONGEST_NAME:
+        digest = hashlib.sha256(encoded).hexdigest()[:16]
+        name = f'{encoded[: _LONGEST_NAME - 17].decode(errors="ignore")}~{digest}'
+    return f'.{name}.tmp-{socket.gethostname()}-'
 
 
 def staging_path(target: Path, token: str) -> Path:

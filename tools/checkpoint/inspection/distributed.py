@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import (
@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, parse_iteration_dirname
 from ..common.safe_load import load_dcp_metadata
+from ..common.stored import COMMON_FILE, COMMON_KEY, check_file, stored_file
 from ..merge.integrity import MANIFEST, read_manifest
-from ..merge.source import COMMON_FILE, COMMON_KEY, MODEL_KEY, TRAINING_KEY, check_file
+from ..merge.source import MODEL_KEY, TRAINING_KEY
 from . import uses
 from .locate import DCP, DISTRIBUTED, dcp_format
 from .model import describe_model
@@ -96,9 +97,7 @@ def _check_files(directory: Path, metadata: Metadata) -> None:
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
-        if PurePath(name).is_absolute() or '..' in PurePath(name).parts:
-            raise CheckpointError(f'{directory}: file {name} lies outside the checkpoint')
-        check_file(directory / name, end)
+        check_file(stored_file(directory, name), end)
 
 
 def _manifest(directory: Path) -> dict[str, str] | None:

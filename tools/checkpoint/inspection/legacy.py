@@ -13,6 +13,7 @@ from ..pp_vpp import model_state
 from ..pp_vpp.convert import Ranks, check_chunks
 from ..pp_vpp.discover import FILE_NAME, rank_files, refuse_other_files
 from ..pp_vpp.layout import one_to_one
+from ..pp_vpp.numbers import number_in, whole
 from ..pp_vpp.rank_file import chunk_numbers, take_apart
 from ..pp_vpp.same_model import SameModel
 from ..pp_vpp.survey import (
@@ -45,13 +46,13 @@ def summarise_legacy(directory: Path) -> CheckpointSummary:
     Raises:
         CheckpointError: a file is missing, cut short, damaged, or would have to be run
     """
-    source = rank_files(directory, lambda path: read(path, False).state.get('args'))
+    source = rank_files(directory, lambda path: read(path, False).state)
     side = survey_source('', source, False)
     ranks = {home: read(path, False) for home, path in source.files.items()}
     chunks = [rank.state[key] for rank in ranks.values() for key in _keys(rank)]
     first = next(iter(ranks.values())).state
-    iteration = first.get('iteration')
-    if not isinstance(iteration, int):
+    iteration = whole(first.get('iteration'))
+    if iteration is None:
         iteration = parse_iteration_dirname(directory.name)
     beside = sorted({p.name for r in ranks.values() for p in r.path.parent.iterdir()} - {FILE_NAME})
     optimizer = _optimizer(ranks.values(), beside)
@@ -155,9 +156,9 @@ def _converter(side: SideSurvey, ranks: Mapping[tuple[int, int, int | None], Map
             _check(side, ranks, drop_optimizer=True)
         except CheckpointError as error:
             total = sum(sum(stage.layers.values()) for stage in side.stages.values())
-            expected = getattr(side.args(), 'num_layers', None)
+            expected = number_in(side.args(), 'num_layers')
             hint = ''
-            if isinstance(expected, int) and total < expected:
+            if expected is not None and total < expected:
                 hint = '; if it is one side of an edge/cloud pair, `split` takes both'
             return Use(uses.CONVERTER, False, f'{error}{hint}')
         return Use(uses.CONVERTER, True, f'with --drop-optimizer: {with_optimizer}')
@@ -175,7 +176,7 @@ def _check(
     chunks = every_chunk(side)
     layers = [side.stages[chunk.rank].layers[chunk.chunk] for chunk in chunks]
     check_layers(sum(layers), side.args(), side.source.directory)
-    shards = require_shards(side, side.stages)
+    shards = require_shards(side, side.stages, side.tensor_size)
     refuse_other_files([rank.path for rank in ranks.values()], drop_optimizer)
     as_it_is = one_to_one(chunks, chunks, layers, [])
     tensor_size = len({tp for tp, _ in shards})

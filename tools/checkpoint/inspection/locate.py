@@ -6,9 +6,10 @@ from pathlib import Path
 from torch.distributed.checkpoint import Metadata
 
 from ..common.errors import CheckpointError
-from ..common.paths import CONFIG_NAME, TRACKER_NAME, describe_foreign, tracker_target
+from ..common.paths import CONFIG_NAME, TRACKER_NAME, describe_foreign, refuse_url, tracker_target
 from ..common.safe_load import METADATA_NAME
-from ..merge.source import COMMON_FILE, FORMAT, read_config
+from ..common.stored import COMMON_FILE
+from ..merge.source import FORMAT, read_config
 
 LEGACY, DISTRIBUTED, FSDP, DCP = 'torch', FORMAT, 'fsdp_dtensor', 'torch_dcp'
 
@@ -26,6 +27,7 @@ def locate(path: str | Path) -> tuple[Path, str]:
     Raises:
         CheckpointError: no checkpoint there; the message says what was found instead
     """
+    refuse_url(path)
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..pp_vpp.numbers import number_in
+
 
 @dataclass(frozen=True)
 class Amount:
@@ -128,8 +130,8 @@ def parallel_sizes(args: Any) -> dict[str, int]:
         'DP': 'data_parallel_size',
         'ranks': 'world_size',
     }
-    sizes = {short: getattr(args, name, None) for short, name in names.items()}
-    return {short: size for short, size in sizes.items() if isinstance(size, int)}
+    sizes = {short: number_in(args, name) for short, name in names.items()}
+    return {short: size for short, size in sizes.items() if size is not None}
 
 
 def count_files(directory: Path) -> tuple[int, int]:

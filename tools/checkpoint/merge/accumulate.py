@@ -21,6 +21,8 @@ from .plan import ChunkJob, StoredChunk
 BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
 _OPEN_FILES = 64
+# a cast to these makes their largest value of all that is larger; what is rounded to it
+_SATURATING = {torch.float8_e4m3fn: 464.0}
 
 
 class Stopped(Exception):
@@ -131,13 +133,15 @@ class ChunkMerger:
         target: torch.Tensor,
     ) -> None:
         """Tell values that aren't finite by their cause: the inputs, or the merge."""
-        wrong = ~torch.isfinite(target)
+        wrong = ~_finite(target)
+        if target.dtype in _SATURATING:
+            wrong |= ~(accumulator.abs() <= _SATURATING[target.dtype])
         if not wrong.any():
             return
         too_large: Path | None = None  # the source of a double that fp32 can't hold
         for reader, stored in zip(readers, job.stored, strict=True):
             values = reader.read(start, target.numel())
-            bad = ~torch.isfinite(values)
+            bad = ~_finite(values)
             wrong &= ~bad
             if (wrong & ~torch.isfinite(values.float())).any():
                 too_large = too_large or stored[0].path
@@ -153,7 +157,7 @@ class ChunkMerger:
             first = int(wrong.nonzero()[0])
             reason = (
                 _cast_overflow(target.dtype, accumulator[first].item())
-                if torch.isfinite(accumulator[first])
+                if accumulator[first].isfinite()
                 else _sum_overflow(too_large)
             )
             raise CheckpointError(
@@ -175,6 +179,10 @@ class ChunkMerger:
         return _PlainReader(descriptor, stored, offset, self._raw)
 
 
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(values.float() if values.dtype.itemsize == 1 else values)  # of float8
+
+
 def _sum_overflow(too_large: Path | None) -> str:
     if too_large is not None:
         return (
@@ -185,7 +193,7 @@ def _sum_overflow(too_large: Path | None) -> str:
 
 
 def _cast_overflow(dtype: torch.dtype, value: float) -> str:
-    wider = 'bfloat16 or float32' if dtype == torch.float16 else 'float32'
+    wider = 'float32' if dtype == torch.bfloat16 else 'bfloat16 or float32'
     return (
         f'{value:.6g} is beyond {_name(dtype)} ({torch.finfo(dtype).max:.6g}); use '
         f'--merge-save-dtype {wider}, or smaller weights'

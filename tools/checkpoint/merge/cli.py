@@ -3,9 +3,9 @@
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.arguments import local_path, natural, not_a_url, positive
 from ..common.quiet import missing_packages
 from ..common.stdout import complain, tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
@@ -38,10 +38,17 @@ def make_parser() -> argparse.ArgumentParser:
     inputs.add_argument(
         '--merge-inputs',
         nargs='+',
+        type=not_a_url,
         required=True,
         metavar='INPUT',
         help='PATH:WEIGHT pairs (the weight is what follows the last colon; PATH is a checkpoint '
         'directory or a root with latest_checkpointed_iteration.txt), or one ROOT for a range',
+    )
+    inputs.add_argument(
+        '--ckpt-format',
+        choices=('torch_dist',),
+        default='torch_dist',
+        help='format of inputs and output; there is no other',
     )
     inputs.add_argument(
         '--start-checkpoint', type=int, metavar='S', help='first iteration of the range'
@@ -54,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     inputs.add_argument(
         '--min-iteration-interval',
-        type=int,
+        type=natural,
         default=0,
         metavar='N',
         help='range: walking back from E, keep a checkpoint only when it lies at least N '
@@ -62,10 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     inputs.add_argument(
         '--min-checkpoints',
-        type=int,
+        type=positive,
         default=1,
         metavar='N',
-        help='range: fail when fewer remain (default: 1)',
+        help='fail when fewer are merged (default: 1)',
     )
     inputs.add_argument(
         '--model-only',
@@ -107,20 +114,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     weights.add_argument(
         '--coefficients',
-        type=Path,
+        type=local_path,
         metavar='FILE',
         help='range: JSON or YAML file, iteration: weight, in place of a style',
     )
     weights.add_argument(
         '--normalize',
         action='store_true',
-        help='scale given weights to sum 1; without it they are used exactly',
+        help="scale weights to sum 1, as a style's do; without it given ones are used exactly",
     )
 
     output = parser.add_argument_group('output')
     output.add_argument(
         '--merge-output',
-        type=Path,
+        type=local_path,
         required=True,
         metavar='DIR',
         help='where to write; with an output iteration DIR/iter_XXXXXXX, unless DIR is that '
@@ -128,7 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         '--output-iteration',
-        type=int,
+        type=natural,
         metavar='N',
         help='iteration of the output, recorded in its common state and in the tracker beside it '
         '(range: default E; pairs: default none, and then '
@@ -138,7 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
         '--merge-save-dtype',
         choices=SAVE_DTYPES,
         default='same',
-        help="same (default; the inputs' dtypes must agree tensor by tensor) or one for all",
+        help="same (default: each tensor's own) or one for all; either way the inputs' dtypes must "
+        'agree tensor by tensor',
     )
     output.add_argument(
         '--keep-fp32',
@@ -151,14 +159,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         '--extra-state-source-index',
-        type=int,
+        type=natural,
         metavar='I',
         help='zero-based input whose _extra_state entries are copied (default: 0); in a range the '
         'inputs are in iteration order',
     )
     output.add_argument(
         '--common-state-checkpoint',
-        type=Path,
+        type=local_path,
         metavar='PATH',
         help='checkpoint that supplies common state and _extra_state, where the inputs hold model '
         'shards only; an iteration recorded there must equal --output-iteration',
@@ -174,7 +182,7 @@ def make_parser() -> argparse.ArgumentParser:
         '--merge-byte-accounting',
         choices=BYTE_ACCOUNTING,
         default='rank0',
-        help='who stats the written files for the report (default: rank0)',
+        help='who stats the written files for the report (default: rank0); all is each-rank',
     )
     run.add_argument(
         '--dry-run', action='store_true', help='check everything, print the plan, write nothing'
@@ -192,7 +200,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         '--report-json',
-        type=Path,
+        type=local_path,
         metavar='FILE',
         help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
         'replaced only where it is such a report',
@@ -277,19 +285,11 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error('a range has one ROOT in --merge-inputs')
         if args.coefficients is not None and args.merge_style is not None:
             parser.error('--coefficients takes the place of --merge-style; give one')
-        if args.normalize and args.coefficients is None:
-            parser.error('--normalize is for given weights; a style sums to 1')
-        return
-    for flag, given in (
-        ('--merge-style', args.merge_style is not None),
-        ('--coefficients', args.coefficients is not None),
-        ('--min-iteration-interval', args.min_iteration_interval != 0),
-        ('--min-checkpoints', args.min_checkpoints != 1),
-    ):
-        if given:
-            parser.error(
-                f'{flag} is for a range: give one ROOT with --start-checkpoint and --end-checkpoint'
-            )
+    elif args.coefficients is not None:
+        parser.error(
+            '--coefficients is for a range: give one ROOT with --start-checkpoint and '
+            '--end-checkpoint'
+        )
 
 
 def _missing_input(args: argparse.Namespace) -> str | None:
@@ -307,11 +307,18 @@ def _inputs(args: argparse.Namespace, first: bool) -> 'Inputs':
     from .inputs import manual_inputs, range_inputs
 
     if not _is_range(args):
-        inputs = manual_inputs(args.merge_inputs, normalize=args.normalize)
+        inputs = manual_inputs(
+            args.merge_inputs, normalize=args.normalize, min_checkpoints=args.min_checkpoints
+        )
         if first and (args.start_checkpoint, args.end_checkpoint) != (None, None):
             tell(
                 'warning: --start-checkpoint and --end-checkpoint make a range only together; the '
                 'pairs are merged as they are'
+            )
+        if first and (args.merge_style, args.min_iteration_interval) != (None, 0):
+            tell(
+                'warning: --merge-style and --min-iteration-interval are for a range; the pairs '
+                'are merged as they are, with the weights given'
             )
         return inputs
     return range_inputs(

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from megatron_overlay.optimizer_classes import is_optimizer_class
+
 from ..common.errors import CheckpointError
-from ..common.safe_load import load_torch
-from .payload import read_bytes
-from .source import COMMON_FILE, COMMON_KEY, Source
+from ..common.paths import parse_iteration_dirname
+from ..common.stored import COMMON_FILE, COMMON_KEY, read_common_state
+from .source import Source
 
 PROVENANCE_KEY = 'weighted_merge_provenance'
 
@@ -43,21 +45,10 @@ def load_common_state(source: Source, *, trust: bool = False) -> CommonState | N
     Raises:
         CheckpointError: damaged, or holds a class that isn't admitted
     """
-    if source.common_file is not None:
-        name = str(source.common_file)
-        state = load_torch(source.common_file, trust=trust)
-    elif source.embedded_common is not None:
-        piece = source.embedded_common
-        path = source.directory / piece.file
-        name = f'{path}: {COMMON_KEY}'
-        state = load_torch(io.BytesIO(read_bytes(path, piece)), trust=trust, name=name)
-        if isinstance(state, list) and len(state) == 1:  # a sharded object is saved as a list
-            state = state[0]
-    else:
-        return None
-    if not isinstance(state, dict):
-        raise CheckpointError(f'{name}: holds {type(state).__name__}, expected a state dict')
-    return CommonState(state, source.directory)
+    embedded = source.embedded_common
+    place = None if embedded is None else embedded.place
+    state = read_common_state(source.directory, place, trust=trust)
+    return None if state is None else CommonState(state, source.directory)
 
 
 def choose_common_state(
@@ -92,20 +83,36 @@ def choose_common_state(
                 f'is {output_iteration}'
             )
         return chosen
-    states = [load_common_state(source, trust=trust) for source in sources]
-    present = [state for state in states if state is not None]
-    if output_iteration is not None:
-        for state in present:
-            if state.iteration == output_iteration:
-                return state
-    return present[0] if present else CommonState({}, None)
+    states: dict[Path, CommonState | None] = {}
+
+    def is_another_by_name(source: Source) -> bool:
+        return parse_iteration_dirname(source.directory.name) != output_iteration
+
+    # what isn't needed isn't read: it may hold what this environment lacks
+    for source in sources if output_iteration is None else sorted(sources, key=is_another_by_name):
+        try:
+            state = load_common_state(source, trust=trust)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f'{error}; or take it from another checkpoint: --common-state-checkpoint'
+            ) from error
+        if state is not None and output_iteration in (None, state.iteration):
+            return state
+        states[source.directory] = state
+    found = (states[source.directory] for source in sources)
+    return next((state for state in found if state is not None), CommonState({}, None))
 
 
 def output_common_state(
     chosen: CommonState, provenance: Mapping[str, object], output_iteration: int | None
 ) -> dict[str, Any]:
-    """The state that is saved: a copy with the output's iteration and its provenance."""
+    """The state that is saved: a copy with the output's iteration and its provenance.
+
+    Classes of optimizers are left out: Megatron stores them, and then refuses to read them.
+    """
     state = dict(chosen.state)
+    if 'optimizer' in state:
+        state['optimizer'] = _without_optimizer_classes(state['optimizer'])
     if output_iteration is not None:
         state['iteration'] = output_iteration
         if isinstance(state.get('args'), Namespace) and hasattr(state['args'], 'iteration'):
@@ -113,6 +120,24 @@ def output_common_state(
             state['args'].iteration = output_iteration
     state[PROVENANCE_KEY] = dict(provenance)
     return state
+
+
+def _without_optimizer_classes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_optimizer_classes(part)
+            for key, part in value.items()
+            if not _is_optimizer_class(part)
+        }
+    if isinstance(value, list):
+        return [_without_optimizer_classes(part) for part in value if not _is_optimizer_class(part)]
+    return value
+
+
+def _is_optimizer_class(value: Any) -> bool:
+    return isinstance(value, type) and is_optimizer_class(
+        f'{value.__module__}.{value.__qualname__}'
+    )
 
 
 def save_common_state(state: Mapping[str, Any], directory: Path) -> None:

@@ -42,11 +42,14 @@ class Inputs:
         return [parse_iteration_dirname(directory.name) for directory in self.directories]
 
 
-def manual_inputs(pairs: Sequence[str], *, normalize: bool = False) -> Inputs:
+def manual_inputs(
+    pairs: Sequence[str], *, normalize: bool = False, min_checkpoints: int = 1
+) -> Inputs:
     """Inputs from ``PATH:WEIGHT`` pairs; the weight is what follows the last colon.
 
     Raises:
-        CheckpointError: no weight, a weight that is no finite number, or no checkpoint there
+        CheckpointError: no weight, a weight that is no finite number, no checkpoint there, or
+            fewer than ``min_checkpoints``
     """
     directories, weights = [], []
     for pair in pairs:
@@ -61,6 +64,10 @@ def manual_inputs(pairs: Sequence[str], *, normalize: bool = False) -> Inputs:
                 '--start-checkpoint and --end-checkpoint'
             )
         directories.append(resolve_checkpoint(path))
+    if len(directories) < min_checkpoints:
+        raise CheckpointError(
+            f'{len(directories)} checkpoints given, --min-checkpoints asks for {min_checkpoints}'
+        )
     return explicit_inputs(directories, weights, normalize=normalize)
 
 
@@ -135,7 +142,7 @@ def range_inputs(
             before the last one kept
         min_checkpoints: fail when fewer remain
         coefficients: file with a weight for each iteration, in place of a schedule
-        normalize: scale those weights to sum 1
+        normalize: scale the weights to sum 1
 
     Raises:
         CheckpointError: nothing suitable; the message says what is there

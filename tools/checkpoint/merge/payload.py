@@ -128,9 +128,11 @@ def load_chunk(
         not isinstance(loaded, torch.Tensor)
         or loaded.dtype != dtype
         or tuple(loaded.shape) != tuple(sizes)
+        or loaded.layout != torch.strided
+        or loaded.is_meta
     ):
         found = (
-            f'{loaded.dtype} of {tuple(loaded.shape)}'
+            f'{loaded.dtype} of {tuple(loaded.shape)}{_storage(loaded)}'
             if isinstance(loaded, torch.Tensor)
             else type(loaded).__name__
         )
@@ -138,6 +140,12 @@ def load_chunk(
             f'{path}: {key}: holds {found}, the metadata says {dtype} of {tuple(sizes)}'
         )
     return loaded
+
+
+def _storage(tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided:
+        return f' in the layout {str(tensor.layout).removeprefix("torch.")}, not dense'
+    return ' without elements (on the meta device)' if tensor.is_meta else ''
 
 
 def locate(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.errors import CheckpointError
 from .geometry import Box
@@ -54,11 +55,21 @@ class ChunkJob:
 
 @dataclass(frozen=True, slots=True)
 class BytesJob:
-    """A byte entry (``_extra_state``) that is copied from one source."""
+    """Bytes of an ``_extra_state`` that are copied from one source as they are.
+
+    Attributes:
+        offsets: where the chunk begins, of one that is stored as a tensor
+    """
 
     key: str
     path: Path
     piece: Slice
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key, None if self.offsets is None else torch.Size(self.offsets))
 
 
 @dataclass(frozen=True)
@@ -91,16 +102,20 @@ class MergePlan:
 
     Attributes:
         tensors: output tensors by FQN
-        byte_entries: copied byte entries
+        byte_entries: what is copied as it is stored
+        copied_tensors: those of its keys that are tensors
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
+        config: ``metadata.json`` of the output, as the first source has it
         reshaped: core's record of tensors stored under another global shape, carried over
     """
 
     tensors: dict[str, OutputTensor] = field(default_factory=dict)
     byte_entries: list[BytesJob] = field(default_factory=list)
+    copied_tensors: dict[str, OutputTensor] = field(default_factory=dict)
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
+    config: dict[str, object] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -158,27 +173,33 @@ def make_plan(
 
     Args:
         sources: in merge order; the output takes the first one's layout
-        extra_states: the source whose byte entries are copied
+        extra_states: the source whose ``_extra_state`` entries are copied
         world_size: number of ranks
         save_dtype, keep_fp32: see ``output_dtypes``
         balance: give chunks to ranks by size, largest first, instead of in turn
     """
     first = sources[0]
     dtypes = output_dtypes(first.tensors, save_dtype, keep_fp32)
-    plan = MergePlan(reshaped=first.reshaped)
+    plan = MergePlan(config=first.config, reshaped=first.reshaped)
     jobs: list[ChunkJob] = []
     for key, entry in first.tensors.items():
-        plan.tensors[key] = OutputTensor(entry.shape, dtypes[key], tuple(entry.chunks))
+        plan.tensors[key] = _output_tensor(entry, dtypes[key])
         jobs.extend(
             ChunkJob(key, box, dtypes[key], tuple(_stored(source, key, box) for source in sources))
             for box in entry.chunks
         )
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
             plan.narrowed.append(key)
-    plan.byte_entries = [
-        BytesJob(key, extra_states.directory / piece.file, piece)
-        for key, piece in extra_states.extra_states.items()
-    ]
+    for key, copied in extra_states.extra_states.items():
+        if isinstance(copied, Slice):
+            chunks: dict[tuple[int, ...] | None, Slice] = {None: copied}
+        else:
+            chunks = {box.offsets: piece for box, piece in copied.chunks.items()}
+            plan.copied_tensors[key] = _output_tensor(copied, copied.dtype)
+        plan.byte_entries += [
+            BytesJob(key, extra_states.directory / piece.file, piece, offsets)
+            for offsets, piece in chunks.items()
+        ]
     shares = (
         _balanced(jobs, world_size)
         if balance
@@ -189,6 +210,10 @@ def make_plan(
         for rank, share in enumerate(shares)
     ]
     return plan
+
+
+def _output_tensor(entry: TensorEntry, dtype: torch.dtype) -> OutputTensor:
+    return OutputTensor(entry.shape, dtype, tuple(entry.chunks))
 
 
 def _stored(source: Source, key: str, box: Box) -> tuple[StoredChunk, ...]:

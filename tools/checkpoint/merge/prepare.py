@@ -1,6 +1,7 @@
 """Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,14 +10,18 @@ from pathlib import Path
 from ..common.errors import CheckpointError
 from ..common.paths import (
     TRACKER_NAME,
+    existing_parent,
     iteration_dirname,
     parse_iteration_dirname,
     read_tracker,
     real_path,
     refuse_tracker_directory,
     refuse_unreachable,
+    refuse_unwritable,
+    refuse_url,
     resolve_checkpoint,
 )
+from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
 from .common_state import CommonState, choose_common_state
@@ -25,7 +30,7 @@ from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
 from .provenance import make_provenance
 from .report import MergeResult, is_report
-from .source import Source, read_source
+from .source import FLOAT8_DTYPES, Source, read_source
 from .validate import validate_given_extra_states, validate_sources
 
 MAX_REPORT_BYTES = 2**26
@@ -107,7 +112,7 @@ def output_target(output_dir: Path, output_iteration: int | None) -> Path:
 
 def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, str]:
     """The tracker that is written beside ``target``: its root and text; none without iteration."""
-    return {} if output_iteration is None else {target.parent: str(output_iteration)}
+    return {} if output_iteration is None else {target.parent: f'{output_iteration}\n'}
 
 
 def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
@@ -160,12 +165,13 @@ def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> 
             return
         if not stat.S_ISREG(mode):
             raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
+        refuse_unwritable(report, file)
         if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
             raise CheckpointError(
                 f'--report-json {report}: exists and is no report of a merge; name another file'
             )
     except FileNotFoundError:
-        pass
+        refuse_unwritable(report, file.parent)
     except OSError as error:
         raise CheckpointError(
             f"--report-json {report}: can't be written: {error.strerror}"
@@ -182,7 +188,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
     iteration = request.output_iteration
     if iteration is None:
         iteration = inputs.last_iteration
-    target = output_target(Path(request.output_dir).absolute(), iteration)
+    refuse_url(request.output_dir)
+    target = output_target(request.output_dir.absolute(), iteration)
     finished = not request.dry_run and recover([target], output_trackers(target, iteration))
     refuse_existing(target, finished)
     refuse_unreachable(target)
@@ -197,6 +204,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
             raise CheckpointError(f'{target}: lies inside {name}')
     if request.report is not None:
         refuse_report(request.report, target, read_from)
+    if request.threads is not None and request.threads < 1:
+        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
     if request.byte_accounting not in BYTE_ACCOUNTING:
         raise CheckpointError(
             f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
@@ -208,9 +217,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
         )
 
     sources = [read(directory) for directory in inputs.directories]
-    validate_sources(
-        sources, same_dtype=request.save_dtype == 'same', allow_reshard=request.allow_reshard
-    )
+    validate_sources(sources, allow_reshard=request.allow_reshard)
     given = None
     if given_directory is not None:
         if request.extra_state_source_index is not None:
@@ -254,21 +261,34 @@ def prepare(request: Request, world_size: int) -> Prepared:
         inputs=[str(directory) for directory in inputs.directories],
         weights=list(inputs.weights),
         averaged_tensors=len(plan.tensors),
-        copied_extra_states=len(plan.byte_entries),
+        copied_extra_states=len(extra_states.extra_states),
         content_bytes=content_bytes,
         bytes_written=content_bytes,
         world_size=world_size,
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,
         left_out=sum(len(source.left_out) for source in sources),
-        warnings=_warnings(inputs, common, iteration),
+        warnings=_warnings(inputs, common, iteration, target, content_bytes, sources[0]),
         dry_run=request.dry_run,
     )
     return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
-def _warnings(inputs: Inputs, common: CommonState, iteration: int | None) -> list[str]:
+def _warnings(
+    inputs: Inputs,
+    common: CommonState,
+    iteration: int | None,
+    target: Path,
+    content_bytes: int,
+    first: Source,
+) -> list[str]:
     found = []
+    free = _free_bytes(target)
+    if free is not None and free < content_bytes:  # no error: the file system may compress
+        found.append(
+            f'{format_bytes(content_bytes)} are to be written to {target}, where '
+            f'{format_bytes(free)} are free'
+        )
     if iteration is None:
         found.append(
             'no tracker is written, and --load starts from random weights where it finds none; '
@@ -280,6 +300,20 @@ def _warnings(inputs: Inputs, common: CommonState, iteration: int | None) -> lis
             f'weights sum to {total:.6g} (smallest {min(inputs.weights):.6g}) and are used as they '
             'are; outputs may leave the range of the inputs'
         )
+    float8 = [key for key, entry in first.tensors.items() if entry.dtype in FLOAT8_DTYPES]
+    if float8:
+        found.append(
+            f'{len(float8)} float8 tensors ({float8[0]}, …) are averaged as the numbers they hold: '
+            'scales stored apart from them are not applied'
+        )
     if common.origin is None:
         found.append("no input has common state; the output can't be resumed by its iteration")
     return found
+
+
+def _free_bytes(target: Path) -> int | None:
+    try:
+        disk = shutil.disk_usage(existing_parent(target))
+    except OSError:
+        return None
+    return disk.free if disk.total else None  # some file systems don't say

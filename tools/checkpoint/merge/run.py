@@ -1,5 +1,6 @@
 """A merge from beginning to end, collectively over all ranks."""
 
+import json
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -10,10 +11,11 @@ from time import perf_counter
 import torch
 
 from ..common import publish
-from ..common.core import CheckpointingConfig, save_config
 from ..common.errors import CheckpointError
+from ..common.paths import CONFIG_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
+from ..common.stored import check_file
 from .accumulate import ChunkMerger
 from .common_state import output_common_state, save_common_state
 from .integrity import verify_manifests, write_manifest
@@ -21,7 +23,6 @@ from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import MergeResult
-from .source import FORMAT, check_file
 from .validate import validate_output
 from .verify import verify_share
 from .writer import MergePlanner, MergeWriter, save_merged
@@ -52,8 +53,6 @@ def run_merge(request: Request) -> MergeResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        if request.dry_run:
-            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         orders = ranks.scatter(
             [
                 _Orders(
@@ -65,6 +64,8 @@ def run_merge(request: Request) -> MergeResult:
             else None
         )
         ranks.agree(lambda: _check_visible(orders.share))
+        if request.dry_run:
+            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
     return result
 
@@ -204,7 +205,7 @@ def _complete(prepared: Prepared | None, staging: Path) -> None:
         output_common_state(prepared.common, prepared.provenance, prepared.output_iteration),
         staging,
     )
-    save_config(CheckpointingConfig(FORMAT), str(staging))
+    (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
     validate_output(staging, prepared.plan)
 
 
@@ -238,7 +239,7 @@ def _figures(
     for merger in mergers:
         nonfinite.update({f'{path}: {key}': n for (path, key), n in merger.nonfinite.items()})
     written = 0
-    if request.byte_accounting == 'each-rank':
+    if request.byte_accounting in ('each-rank', 'all'):
         written = _size_of(staging, f'__{ranks.rank}_*')
         if ranks.rank == 0:
             written += _size_of(staging, '[!_]*')

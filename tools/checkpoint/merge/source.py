@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.errors import CheckpointError, one_line, shown
 from ..common.paths import CONFIG_NAME
-from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from ..common.safe_load import METADATA_NAME, entry_name, load_dcp_metadata
+from ..common.stored import COMMON_FILE, COMMON_KEY, Place, check_file, stored_file
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
-COMMON_FILE = 'common.pt'
-COMMON_KEY = 'common_state/shard_0_1'
 
 MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
-_AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
+_AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
 _EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 TRAINING_KEY = re.compile(
     r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
@@ -38,6 +38,11 @@ class Slice:
     file: str
     offset: int
     length: int
+
+    @property
+    def place(self) -> Place:
+        """The same for the reader of stored objects."""
+        return self.file, self.offset, self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,10 @@ class Source:
 
     Attributes:
         directory: checkpoint directory
-        config: what ``metadata.json`` says about the storage of tensors
+        config: what ``metadata.json`` says
         tensors: floating model tensors by FQN
-        extra_states: byte entries ``…_extra_state`` by FQN, as they stand in the metadata
+        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
+            tensors of any dtype
         embedded_common: bytes of the common state stored as a DCP entry, if any
         left_out: training state that ``model_only`` leaves unread
         reshaped: core's record of tensors stored under another global shape (core 0.14)
@@ -71,10 +77,19 @@ class Source:
     directory: Path
     config: dict[str, object]
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    extra_states: dict[str, Slice] = field(default_factory=dict)
+    extra_states: dict[str, Slice | TensorEntry] = field(default_factory=dict)
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
     reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def tensor_config(self) -> dict[str, object]:
+        """What ``metadata.json`` says of tensors.
+
+        Of common state core 0.18 records the form there, 0.19 no longer does, and the checkpoint
+        itself shows it.
+        """
+        return {key: self.config[key] for key in self.config if not key.startswith('common_')}
 
     @property
     def common_file(self) -> Path | None:
@@ -89,9 +104,8 @@ class Source:
 
     def slices(self) -> Iterable[Slice]:
         """Every slice that a merge may read."""
-        for entry in self.tensors.values():
-            yield from entry.chunks.values()
-        yield from self.extra_states.values()
+        for entry in (*self.tensors.values(), *self.extra_states.values()):
+            yield from entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,)
         if self.embedded_common is not None:
             yield self.embedded_common
 
@@ -132,7 +146,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
         elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
-            source.tensors[key] = _tensor_entry(directory, key, entry, metadata)
+            taken = _tensor_entry(directory, key, entry, metadata)
+            if _EXTRA_STATE.fullmatch(key):
+                source.extra_states[key] = taken
+            else:
+                source.tensors[key] = taken
         else:
             _take_bytes(source, key, entry, metadata)
     _refuse_foreign(source, foreign, model_only)
@@ -151,13 +169,10 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """What ``metadata.json`` says about the storage of tensors.
-
-    How common state is stored is left out: core 0.18 records it there, 0.19 no longer does, and the
-    checkpoint itself shows it.
+    """What ``metadata.json`` says.
 
     Raises:
-        CheckpointError: missing, no JSON object, or another format than ``torch_dist``
+        CheckpointError: missing, no JSON object, or another format than ``torch_dist``, version 1
     """
     file = directory / CONFIG_NAME
     try:
@@ -169,7 +184,13 @@ def read_config(directory: Path) -> dict[str, object]:
     found = config.get('sharded_backend') if isinstance(config, dict) else None
     if found != FORMAT:
         raise CheckpointError(f'{file}: format {shown(found)}, expected {FORMAT!r}')
-    return {key: value for key, value in config.items() if not key.startswith('common_')}
+    version = config.get('sharded_backend_version', 1)
+    if version != 1:
+        raise CheckpointError(
+            f'{file}: sharded_backend_version {shown(version)}, expected 1; what another one means '
+            'is not known here'
+        )
+    return config
 
 
 def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:
@@ -195,12 +216,10 @@ def _tensor_entry(
     directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
 ) -> TensorEntry:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if _EXTRA_STATE.fullmatch(key):
-        raise CheckpointError(f'{directory}: {key}: stored as a tensor, expected bytes')
-    if dtype not in _AVERAGED_DTYPES:
+    if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
         raise CheckpointError(
-            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected floating point "
-            f'of 16 bits or more'
+            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
+            + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
         )
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:
@@ -222,17 +241,15 @@ def _tensor_entry(
 
 def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
     info = metadata.storage_data.get(index)
-    where = index.fqn if index.offset is None else f'{index.fqn} at {tuple(index.offset)}'
+    where = entry_name(index)
     if info is None:
         raise CheckpointError(f'{directory / METADATA_NAME}: no storage for {where}')
-    path = Path(info.relative_path)
-    if path.is_absolute() or '..' in path.parts:
-        raise CheckpointError(f'{directory}: {where}: file {path} lies outside the checkpoint')
+    name = str(stored_file(directory, info.relative_path).relative_to(directory))
     if getattr(info, 'transform_descriptors', None):
         raise CheckpointError(
             f'{directory}: {where}: stored through {info.transform_descriptors}, expected plain'
         )
-    return Slice(str(path), info.offset, info.length)
+    return Slice(name, info.offset, info.length)
 
 
 def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:
@@ -256,24 +273,6 @@ def _check_files(source: Source) -> None:
         needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
     for name, size in needed.items():
         check_file(source.directory / name, size)
-
-
-def check_file(file: Path, size: int) -> None:
-    """Refuse a file that is missing or shorter than ``size`` bytes.
-
-    Raises:
-        CheckpointError: with both sizes
-    """
-    try:
-        found = file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f'{file}: {error.strerror or error}') from error
-    except ValueError as error:  # characters that no file name has
-        raise CheckpointError(f'{file}: {one_line(error)}') from error
-    if found < size:
-        raise CheckpointError(
-            f'{file}: {found} bytes, the metadata says at least {size}; truncated'
-        )
 
 
 def _some(keys: list[str]) -> str:

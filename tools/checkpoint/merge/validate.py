@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.errors import CheckpointError
-from ..common.safe_load import load_dcp_metadata
+from ..common.safe_load import entry_name, load_dcp_metadata
+from ..common.stored import check_file
 from .geometry import Box
 from .plan import MergePlan
-from .source import Source, check_file
+from .source import Source, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +27,31 @@ class Difference:
         key: the tensor; empty for what concerns the whole checkpoint
         text: the source's value and the first one's
         option: of the merge, which merges the two all the same; empty where none does
+        way_out: what to do where no option does, if anything
     """
 
     kind: str
     key: str
     text: str
     option: str = ''
+    way_out: str = ''
 
     def __str__(self) -> str:
         what = f'{self.key}: {self.kind}' if self.key else self.kind
-        return f'{what} {self.text}' + (f'; {self.option} merges them' if self.option else '')
+        way_out = f'{self.option} merges them' if self.option else self.way_out
+        return f'{what} {self.text}' + (f'; {way_out}' if way_out else '')
 
 
-OTHER_DTYPE, RESHARD = '--merge-save-dtype DTYPE', '--allow-reshard'
+RESHARD = '--allow-reshard'
+_ONE_DTYPE = 'a merge of one of them alone, with --merge-save-dtype, gives it another dtype'
 
 
 def differences(other: Source, first: Source) -> Iterator[Difference]:
     """Everything that keeps two sources from being merged as they are, in the order of checking."""
-    if other.config != first.config:
-        yield Difference('formats differ:', '', f'{other.config}, {first.config}')
+    if other.tensor_config != first.tensor_config:
+        yield Difference('formats differ:', '', f'{other.tensor_config}, {first.tensor_config}')
     yield from _key_differences('tensors', other.tensors, first.tensors)
-    yield from _key_differences('_extra_state entries', other.extra_states, first.extra_states)
+    yield from _extra_state_differences(other, first)
     for key, expected in first.tensors.items():
         found = other.tensors.get(key)
         if found is None:
@@ -55,7 +60,8 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
             yield Difference('global shape', key, f'{found.shape}, expected {expected.shape}')
             continue
         if found.dtype != expected.dtype:
-            yield Difference('dtype', key, f'{found.dtype}, expected {expected.dtype}', OTHER_DTYPE)
+            text = f'{found.dtype}, expected {expected.dtype}'
+            yield Difference('dtype', key, text, way_out=_ONE_DTYPE)
         if found.layout != expected.layout:
             yield Difference(
                 'chunk layout',
@@ -67,25 +73,19 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
         yield Difference('stored under other global shapes', '', '(mcore_data)')
 
 
-def validate_sources(
-    sources: Sequence[Source], *, same_dtype: bool = True, allow_reshard: bool = False
-) -> None:
+def validate_sources(sources: Sequence[Source], *, allow_reshard: bool = False) -> None:
     """Every source against the first: keys, shapes, layouts, dtypes, format.
 
     Args:
-        same_dtype: refuse a tensor whose dtype differs between sources
         allow_reshard: let chunk layouts differ
 
     Raises:
         CheckpointError: the first difference, with both values
     """
-    allowed = {RESHARD} if allow_reshard else set()
-    if not same_dtype:
-        allowed.add(OTHER_DTYPE)
     first = sources[0]
     for other in sources[1:]:
         for difference in differences(other, first):
-            if difference.option not in allowed:
+            if not (allow_reshard and difference.option == RESHARD):
                 raise CheckpointError(f'{other.directory} against {first.directory}: {difference}')
 
 
@@ -96,12 +96,28 @@ def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> Non
         CheckpointError: the sets differ
     """
     if sources[0].extra_states:
-        _same_keys(
-            f'{given.directory} against {sources[0].directory}',
-            '_extra_state entries',
-            given.extra_states,
-            sources[0].extra_states,
+        for difference in _extra_state_differences(given, sources[0]):
+            raise CheckpointError(f'{given.directory} against {sources[0].directory}: {difference}')
+
+
+def _extra_state_differences(other: Source, first: Source) -> Iterator[Difference]:
+    kinds = [
+        {key.split('/shard_')[0]: isinstance(entry, TensorEntry) for key, entry in entries.items()}
+        for entries in (other.extra_states, first.extra_states)
+    ]
+    mixed = {name for name, kind in kinds[0].items() if kinds[1].get(name, kind) != kind}
+    for name in sorted(mixed):
+        found, expected = ('a tensor' if kind[name] else 'bytes' for kind in kinds)
+        yield Difference(
+            'stored as', name, f'{found} in {other.directory}, as {expected} in {first.directory}'
         )
+    yield from _key_differences(
+        '_extra_state entries',
+        *(
+            [key for key in source.extra_states if key.split('/shard_')[0] not in mixed]
+            for source in (other, first)
+        ),
+    )
 
 
 def validate_output(directory: Path, plan: MergePlan) -> None:
@@ -114,9 +130,7 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
     entries, storage = metadata.state_dict_metadata, metadata.storage_data
     planned = [*plan.tensors, *(job.key for job in plan.byte_entries)]
     _same_keys(str(directory), 'entries', entries, planned)
-    sizes: dict[str, int] = {}
-    stored = 0
-    for key, tensor in plan.tensors.items():
+    for key, tensor in (plan.tensors | plan.copied_tensors).items():
         entry = entries[key]
         if (
             not isinstance(entry, TensorStorageMetadata)
@@ -125,26 +139,27 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
             or entry.properties.dtype != tensor.dtype
         ):
             raise CheckpointError(f'{directory}: {key}: written metadata differs from the plan')
-        for box in tensor.boxes:
-            info = storage.get(MetadataIndex(key, box.offsets))
-            if info is None or info.length < box.numel * tensor.dtype.itemsize:
-                raise CheckpointError(f'{directory}: {key} at {box.offsets}: was not written')
-            sizes[info.relative_path] = max(
-                sizes.get(info.relative_path, 0), info.offset + info.length
-            )
-            stored += 1
-    for job in plan.byte_entries:
-        info = storage.get(MetadataIndex(job.key))
+    smallest = {
+        MetadataIndex(key, box.offsets): box.numel * tensor.dtype.itemsize
+        for key, tensor in plan.tensors.items()
+        for box in tensor.boxes
+    }
+    exact = {job.index: job.piece.length for job in plan.byte_entries}
+    sizes: dict[str, int] = {}
+    for index in (*smallest, *exact):
+        info = storage.get(index)
         if (
-            not isinstance(entries[job.key], BytesStorageMetadata)
-            or info is None
-            or info.length != job.piece.length
+            info is None
+            or info.length < smallest.get(index, 0)
+            or info.length != exact.get(index, info.length)
+            or (isinstance(entries[index.fqn], BytesStorageMetadata) != (index.offset is None))
         ):
-            raise CheckpointError(f'{directory}: {job.key}: was not written')
+            raise CheckpointError(f'{directory}: {entry_name(index)}: was not written')
         sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-        stored += 1
-    if stored != len(storage):
-        raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {stored}')
+    if len(storage) != len(smallest) + len(exact):
+        raise CheckpointError(
+            f'{directory}: {len(storage)} stored entries, planned {len(smallest) + len(exact)}'
+        )
     for name, size in sizes.items():
         check_file(directory / name, size)
 

@@ -36,13 +36,13 @@ def verify_share(
     """
     storage = load_dcp_metadata(directory).storage_data
 
-    def written(key: str, offsets: tuple[int, ...] | None) -> tuple[Path, Slice]:
-        info = storage[MetadataIndex(key, offsets)]
+    def written(index: MetadataIndex) -> tuple[Path, Slice]:
+        info = storage[index]
         piece = Slice(info.relative_path, info.offset, info.length)
         return directory / piece.file, piece
 
     for job in share.chunks:
-        path, piece = written(job.key, job.box.offsets)
+        path, piece = written(MetadataIndex(job.key, job.box.offsets))
         found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
         if not _same_bits(found, _expected(job, weights)):
             raise CheckpointError(
@@ -51,7 +51,7 @@ def verify_share(
             )
         on_bytes(job.source_bytes)
     for entry in share.byte_entries:
-        path, piece = written(entry.key, None)
+        path, piece = written(entry.index)
         if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
             raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
 

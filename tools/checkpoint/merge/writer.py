@@ -68,7 +68,7 @@ class MergePlanner(SavePlanner):
         self._stop = stop
         self._on_bytes = on_bytes
         self._jobs = {(job.key, job.box.offsets): job for job in share.chunks}
-        self._byte_jobs = {job.key: job for job in share.byte_entries}
+        self._byte_jobs = {job.index: job for job in share.byte_entries}
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
         self.mergers: list[ChunkMerger] = []
@@ -103,13 +103,12 @@ class MergePlanner(SavePlanner):
         """
         if self._stop.is_set():
             raise Stopped
-        key = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
-            job = self._byte_jobs[key]
+            job = self._byte_jobs[write_item.index]
             self._on_bytes(job.piece.length)
             return io.BytesIO(read_bytes(job.path, job.piece))
         assert write_item.index.offset is not None
-        chunk = self._jobs[key, tuple(write_item.index.offset)]
+        chunk = self._jobs[write_item.index.fqn, tuple(write_item.index.offset)]
         out = self._buffer(chunk)
         self._merger().merge(chunk, out)
         self._on_bytes(chunk.source_bytes)
@@ -240,7 +239,7 @@ def save_merged(
 
 def _byte_item(job: BytesJob) -> WriteItem:
     return WriteItem(
-        index=MetadataIndex(job.key),
+        index=job.index,
         type=WriteItemType.BYTE_IO,
         bytes_io_data=BytesIOWriteData(nbytes=job.piece.length),
     )
@@ -277,9 +276,9 @@ def _metadata(plan: MergePlan) -> Metadata:
             torch.Size(tensor.shape),
             [_chunk(box) for box in tensor.boxes],
         )
-        for key, tensor in plan.tensors.items()
+        for key, tensor in (plan.tensors | plan.copied_tensors).items()
     }
-    entries.update({job.key: BytesStorageMetadata() for job in plan.byte_entries})
+    entries |= {job.key: BytesStorageMetadata() for job in plan.byte_entries if job.offsets is None}
     metadata = Metadata(entries, planner_data={})
     if plan.reshaped:
         metadata.mcore_data = plan.reshaped

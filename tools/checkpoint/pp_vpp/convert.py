@@ -20,7 +20,7 @@ from ..common.progress import progress_bar
 from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
 from . import rank_file, torch_file
 from .commands import Request
-from .discover import FILE_NAME, RankId, refuse_other_files
+from .discover import FILE_NAME, RankId, refuse_other_files, split_path
 from .edges import refuse_misplaced, refuse_stray_keys
 from .layout import ChunkId, Move, Plan
 from .rank_args import Layout
@@ -117,12 +117,15 @@ def prepare(request: Request, options: Options) -> Prepared:
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
     size, without_args = 0, 0
+    added: dict[str, set[Path]] = {}
     same_model = SameModel()
     for job in jobs:
         ranks, _ = read_ranks(job, options)
         for (side, stage), rank in ranks.items():
             place = stage, job.rank.tp, job.rank.ep or 0
             same_model.check(rank, place, side, job.layout.tensor_size)
+            for key in rank.added:
+                added.setdefault(key, set()).add(rank.path)
         state = build(job, plan, options, ranks)
         size += _size(state)
         without_args += state.get('args') is None
@@ -130,6 +133,9 @@ def prepare(request: Request, options: Options) -> Prepared:
     notes = []
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
+    for key, lacking in added.items():
+        of = f'{len(lacking)} files have no `{key}`'
+        notes.append(f'{of}; the outputs get what Megatron expects there')
     if options.drop_optimizer:
         notes.append('the outputs have no optimizer state; load them with --no-load-optim')
     return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
@@ -285,7 +291,7 @@ def _refuse_same_roots(request: Request) -> None:
             f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
             'directories'
         )
-    for source in request.sources.values():
+    for source in {split_path(path)[0] for path in request.sources.values()}:
         if _resolved(source) in outputs.values():
             raise CheckpointError(f'{source}: both source and output; name another output')
         for output in outputs.values():
@@ -323,7 +329,8 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
     used: dict[str, set[int]] = {}
     for chunk in plan.sources:
         used.setdefault(chunk.side, set()).add(chunk.rank)
-    shards = {side: require_shards(surveys[side], ranks) for side, ranks in used.items()}
+    largest = max(side.tensor_size for side in surveys.values())
+    shards = {side: require_shards(surveys[side], ranks, largest) for side, ranks in used.items()}
     sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
     ranks = plan.ranks()
     ends = [plan.sources[0], plan.sources[-1]]
@@ -352,7 +359,7 @@ def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
             jobs.append(
                 Job(
                     side,
-                    RankId(tp, rank if output.pipeline_size > 1 else None, ep),
+                    RankId(tp, rank if output.has_pipeline else None, ep),
                     moves,
                     layout,
                     {

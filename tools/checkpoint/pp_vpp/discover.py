@@ -1,14 +1,25 @@
 """Finding the rank files of a legacy checkpoint, and refusing what isn't one."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
-from ..common.paths import CONFIG_NAME, TRACKER_NAME, iteration_dir
+from ..common.paths import (
+    CONFIG_NAME,
+    RELEASE,
+    TRACKER_NAME,
+    iteration_dir,
+    iteration_dirname,
+    iterations_in,
+    parse_iteration_dirname,
+    real_path,
+)
 from ..common.publish import UNPUBLISHED
+from .model_state import belongs_to_front, layer_of
+from .numbers import number_in
 
 FILE_NAME = 'model_optim_rng.pt'
 
@@ -61,13 +72,29 @@ class Source:
         return sorted(found, key=lambda shard: (shard[0], shard[1] or 0))
 
 
-def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -> Source:
+LoadState = Callable[[Path], Mapping[str, Any]]
+
+
+def split_path(path: Path) -> tuple[Path, int | str | None]:
+    """Root and iteration of a path: that of an iteration's own directory names both.
+
+    Returns:
+        the root, and the iteration or ``'release'``; None where the path is the root
+    """
+    real = real_path(path)
+    iteration = RELEASE if real.name == RELEASE else parse_iteration_dirname(real.name)
+    if iteration is None or (path / TRACKER_NAME).exists():
+        return path, None
+    return real.parent, iteration
+
+
+def find_source(root: str | Path, iteration: int | str | None, load_state: LoadState) -> Source:
     """The rank files of one iteration.
 
     Args:
-        root: checkpoint root
+        root: checkpoint root, or the iteration's own directory
         iteration: iteration or ``'release'``; the tracker's where None
-        load_args: function from a rank file to its ``args``; asked only where a directory name
+        load_state: function from a rank file to what it holds; asked only where a directory name
             has two fields, to tell a pipeline rank from an expert rank
 
     Raises:
@@ -77,20 +104,29 @@ def find_source(root: str | Path, iteration: int | str | None, load_args: Any) -
     root = Path(root)
     if not root.is_dir():
         raise CheckpointError(f'{root}: no such directory')
-    if iteration is None and not (root / TRACKER_NAME).exists():
+    home, named = split_path(root)
+    if named is not None and iteration not in (None, named):
         raise CheckpointError(
-            f'{root / TRACKER_NAME}: no such file ({_describe(root)}); name the root of a '
-            f'legacy `torch` checkpoint, or the iteration with --iteration'
+            f'{root}: names {iteration_dirname(named)}, but the iteration to convert is '
+            f'{iteration} (--iteration, or that of the edge); name the root {home}'
         )
-    return rank_files(iteration_dir(root, iteration), load_args)
+    iteration = named if iteration is None else iteration
+    if iteration is None and not (root / TRACKER_NAME).exists():
+        known = iterations_in(root)
+        if known != 'none':
+            found = f'iterations in {root}: {known}; name one with --iteration'
+        else:
+            found = f'{_describe(root)}; name the root of a legacy `torch` checkpoint'
+        raise CheckpointError(f'{root / TRACKER_NAME}: no such file; {found}')
+    return rank_files(iteration_dir(home, iteration), load_state)
 
 
-def rank_files(directory: Path, load_args: Any) -> Source:
+def rank_files(directory: Path, load_state: LoadState) -> Source:
     """The rank files in one iteration's directory.
 
     Args:
         directory: ``iter_XXXXXXX``, ``release``, or one of any other name
-        load_args: as for ``find_source``
+        load_state: as for ``find_source``
 
     Raises:
         CheckpointError: another format; a directory name that isn't one of Megatron's; a rank
@@ -108,11 +144,9 @@ def rank_files(directory: Path, load_args: Any) -> Source:
     for name in names:
         if not (directory / name / FILE_NAME).is_file():
             raise CheckpointError(f'{directory / name}: no {FILE_NAME}; the checkpoint is damaged')
-    if all(rank.ep is None and rank.pp is not None for rank in ranks):
-        args = load_args(directory / names[0] / FILE_NAME)
-        sizes = [_size(args, f'{what}_model_parallel_size') for what in ('pipeline', 'expert')]
-        if sizes[0] == 1 and isinstance(sizes[1], int) and sizes[1] > 1:
-            ranks = [RankId(rank.tp, None, rank.pp) for rank in ranks]
+    two_fields = all(rank.ep is None and rank.pp is not None for rank in ranks)
+    if two_fields and _are_of_experts([directory / name / FILE_NAME for name in names], load_state):
+        ranks = [RankId(rank.tp, None, rank.pp) for rank in ranks]
     if len({(rank.pp is None, rank.ep is None) for rank in ranks}) > 1:
         raise CheckpointError(
             f'{directory}: directories with different numbers of fields '
@@ -166,8 +200,21 @@ def _parse(directory: Path, name: str) -> RankId:
     return rank
 
 
-def _size(args: Any, name: str) -> int:
-    return getattr(args, name, None) or 1
+def _are_of_experts(files: Sequence[Path], load_state: LoadState) -> bool:
+    """Whether the second field of the directories' names is an expert rank, by ``args`` or keys."""
+    args = load_state(files[0]).get('args')
+    pipeline_size = number_in(args, 'pipeline_model_parallel_size')
+    if pipeline_size is not None:
+        return pipeline_size == 1 and (number_in(args, 'expert_model_parallel_size') or 1) > 1
+    return len(files) > 1 and all(_has_both_ends(load_state(file)) for file in files)
+
+
+def _has_both_ends(state: Mapping[str, Any]) -> bool:
+    """Whether a file holds embedding and head: it is no stage of several then."""
+    model = state.get('model')
+    keys = [key for key in model if isinstance(key, str)] if isinstance(model, Mapping) else []
+    outside = {belongs_to_front(key) for key in keys if layer_of(key) is None}
+    return outside == {True, False}
 
 
 def _describe(directory: Path) -> str:

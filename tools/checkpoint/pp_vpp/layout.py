@@ -86,6 +86,11 @@ class OutputSide:
     pipeline_size: int
     virtual_size: int | None
 
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether who reads it has a pipeline: edge and cloud are stages of one run."""
+        return bool(self.name) or self.pipeline_size > 1
+
 
 @dataclass(frozen=True)
 class Plan:

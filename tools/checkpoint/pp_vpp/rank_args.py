@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .numbers import number_in
 from .rank_order import global_rank
 
 _REPLICATION = ('context_parallel_size', 'gtp_weight_remat_size')
@@ -71,16 +72,16 @@ def rewrite(args: Any, layout: Layout) -> Any:
 
 def _world_size(args: Any, layout: Layout) -> int | None:
     """Ranks of the new layout, with as much data and context parallelism as before."""
-    old = getattr(args, 'world_size', None)
+    old = number_in(args, 'world_size')
     if not old:
         return None
-    copies = getattr(args, 'data_parallel_size', None)
+    copies = number_in(args, 'data_parallel_size')
     if copies:
         for name in _REPLICATION:
-            copies *= getattr(args, name, None) or 1
+            copies *= number_in(args, name) or 1
     else:
-        before = (getattr(args, 'tensor_model_parallel_size', None) or 1) * (
-            getattr(args, 'pipeline_model_parallel_size', None) or 1
+        before = (number_in(args, 'tensor_model_parallel_size') or 1) * (
+            number_in(args, 'pipeline_model_parallel_size') or 1
         )
         copies = max(1, old // before)
     return copies * layout.model_parallel_ranks
@@ -89,9 +90,9 @@ def _world_size(args: Any, layout: Layout) -> int | None:
 def _rank(args: Any, layout: Layout) -> int | None:
     """The rank that saves such a file in a run of the new layout."""
     old = global_rank(args)
-    if old is None:
-        return None
-    copies = old.stage_size // args.tensor_model_parallel_size
+    if old is None or number_in(args, 'tensor_model_parallel_size') != layout.tensor_size:
+        return None  # stages have tensor sizes of their own: ranks aren't numbered evenly
+    copies = old.stage_size // layout.tensor_size
     before = old.replica * layout.model_parallel_ranks + layout.ranks_before
     return copies * before + old.within
 

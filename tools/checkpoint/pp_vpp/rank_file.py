@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, reading
+from ..common.paths import parse_iteration_dirname
 from . import edges, model_state, optimizer_state, param_match
 from .layout import Move, Piece, first_missing
+from .numbers import whole
 from .optimizer_state import RankOptimizer, Slot
 from .rank_args import Layout, rewrite
 
 STAGE_STATES = 'pipeline_stage_states'
 
 _CHUNK = re.compile(r'model(\d+)?')
-_REQUIRED = ('checkpoint_version', 'iteration')
+_VERSION = 3.0  # of every model that has megatron-core's keys
 # What each stage has for itself and a rank with several chunks has room for only once.
 _OF_THE_STAGE = (
     'args',
@@ -40,6 +42,7 @@ class OldRank:
         chunks: model state of each chunk by number; None is the number of plain ``model``
         optimizer: frame of its optimizer; None without
         slots: optimizer state of each parameter by (chunk number, key)
+        added: keys that the file lacks, whose values are known
     """
 
     path: Path
@@ -47,6 +50,7 @@ class OldRank:
     chunks: dict[int | None, Mapping[str, Any]]
     optimizer: RankOptimizer | None
     slots: dict[tuple[int | None, str], Slot]
+    added: Sequence[str] = ()
 
     @property
     def stepped(self) -> bool | None:
@@ -110,9 +114,6 @@ def take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> Ol
     Raises:
         CheckpointError: a key is missing, or the optimizer state can't be told apart
     """
-    for key in _REQUIRED:
-        if key not in state:
-            raise CheckpointError(f'{path}: key `{key}` is missing; not a rank file, or damaged')
     with reading(path, 'rank file that Megatron wrote'):
         return _take_apart(path, state, with_optimizer)
 
@@ -124,12 +125,26 @@ def _take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> O
     }
     for number, chunk in chunks.items():
         model_state.count_layers(chunk, f'{path}, model{"" if number is None else number}')
+    known = _known(path, state)
+    added = [key for key in known if key not in state]
+    state = {**state, **known}
     optimizer, slots = None, {}
     if with_optimizer and state.get('optimizer') is not None:
         where = f'{path}, optimizer'
         optimizer = optimizer_state.parse(state['optimizer'], where)
         slots = _name_slots(chunks, optimizer, where)
-    return OldRank(path, state, chunks, optimizer, slots)
+    return OldRank(path, state, chunks, optimizer, slots, added)
+
+
+def _known(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron reads of every file, as it expects it; some tools leave it out."""
+    known = {'checkpoint_version': state.get('checkpoint_version', _VERSION)}
+    number = parse_iteration_dirname(path.parent.parent.name)
+    iteration = state.get('iteration', number)
+    if iteration is not None:  # `release` needs none
+        as_integer = whole(iteration)
+        known['iteration'] = iteration if as_integer is None else as_integer
+    return known
 
 
 def _name_slots(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
+from .numbers import number_in
 from .torch_file import fingerprint
 
 Place = tuple[int, int, int]  # pipeline, tensor, expert rank
@@ -55,8 +56,8 @@ def global_rank(args: Any) -> GlobalRank | None:
 
 
 def _number(args: Any, name: str) -> int | None:
-    value = getattr(args, name, None)
-    return value if type(value) is int and value >= 0 else None
+    value = number_in(args, name)
+    return value if value is not None and value >= 0 else None
 
 
 class RankOrder:
@@ -132,7 +133,7 @@ def _saved_at(args: Any) -> Place | None:
     found = global_rank(args)
     if found is None:
         return None
-    tensor_size = args.tensor_model_parallel_size
+    tensor_size = _number(args, 'tensor_model_parallel_size') or 1
     experts = _number(args, 'expert_model_parallel_size') or 1
     expert_tensor_size = _number(args, 'expert_tensor_parallel_size') or tensor_size
     return (

@@ -7,6 +7,7 @@ import torch
 
 from ..common.errors import CheckpointError
 from .model_state import layer_of, renumber
+from .numbers import whole
 from .optimizer_state import WAY_OUT, equal
 from .rank_file import OldRank
 from .rank_order import Place, RankOrder
@@ -37,6 +38,8 @@ _HETEROGENEOUS = (
     'heterogeneous_layers_config_encoded_json',
 )
 _REPLICATED = ('layernorm.weight', 'layernorm.bias', 'layer_norm_weight', 'layer_norm_bias')
+# Of these a tensor rank holds a part of the columns, whatever the model.
+_ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')
 
 
 def _is_weight(key: str) -> bool:
@@ -51,6 +54,7 @@ class SameModel:
         self._args: dict[tuple[str, int | None], tuple[Any, Path]] = {}
         self._runs: dict[tuple[str, str], dict[tuple[int, int], tuple[Any, Path]]] = {}
         self._shapes: dict[tuple[str, int | None], tuple[torch.Size, Path]] = {}
+        self._columns: dict[str, tuple[int, int, Path]] = {}
         self._orders: dict[Path, RankOrder] = {}
         self._stepped: dict[bool | None, Path] = {}
         self._optimizers: dict[bool, Path] = {}
@@ -104,6 +108,8 @@ class SameModel:
             if not hasattr(args, name):
                 continue
             found = getattr(args, name)
+            number = whole(found)
+            found = found if number is None else number
             home = (name, tensor_size if name == _PADDED_VOCABULARY else None)
             expected, path = self._args.setdefault(home, (found, rank.path))
             if not equal(found, expected):
@@ -134,6 +140,8 @@ class SameModel:
             if len(several) > 1:  # layers of several kinds
                 continue
             (found,) = several
+            if key.endswith(_ROW_PARALLEL) and len(found) == 2:
+                self._check_tensor_size(rank.path, key, found[1], tensor_size)
             home = (key, None if key.endswith(_REPLICATED) else tensor_size)
             expected, path = self._shapes.setdefault(home, (found, rank.path))
             if found != expected:
@@ -141,6 +149,17 @@ class SameModel:
                     f'{rank.path}: {key} has shape {tuple(found)}, expected {tuple(expected)} as '
                     f'in {path}; the files are of different models'
                 )
+
+    def _check_tensor_size(self, path: Path, key: str, columns: int, tensor_size: int) -> None:
+        """Columns of all tensor ranks together are as many in every stage."""
+        size, number, home = self._columns.setdefault(key, (tensor_size, columns, path))
+        if tensor_size * columns != size * number:
+            raise CheckpointError(
+                f'{path}: {key} has {columns} columns on each of {tensor_size} tensor ranks, '
+                f'expected {size * number} in all as in {home} ({number} on each of {size}); the '
+                'files are of different models, or the directories of tensor ranks are missing or '
+                'left over from another run'
+            )
 
 
 def _refuse_other_run(

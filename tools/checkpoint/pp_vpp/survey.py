@@ -10,6 +10,7 @@ from ..common.paths import parse_iteration_dirname
 from .discover import Source, find_source
 from .layout import ChunkId, first_missing
 from .model_state import count_layers
+from .numbers import number_in, whole
 from .rank_file import chunk_numbers
 from .torch_file import read
 
@@ -49,6 +50,11 @@ class SideSurvey:
         """``args`` of the first pipeline rank; None without."""
         return self.stages[min(self.stages)].args
 
+    @property
+    def tensor_size(self) -> int:
+        """Tensor ranks of the stage that has most of them."""
+        return max(len({tp for tp, _ in self.source.shards(rank)}) for rank in self.stages)
+
     def stage(self, rank: int, flag: str) -> StageSurvey:
         """A pipeline rank that a flag names.
 
@@ -75,7 +81,7 @@ def survey(name: str, root: Path, iteration: int | str | None, trust: bool) -> S
     Raises:
         CheckpointError: no legacy checkpoint, or a file that isn't a rank's
     """
-    source = find_source(root, iteration, lambda path: read(path, trust).state.get('args'))
+    source = find_source(root, iteration, lambda path: read(path, trust).state)
     return survey_source(name, source, trust)
 
 
@@ -111,7 +117,7 @@ def _check_sizes(path: Path, args: Any) -> None:
         'num_layers',
     ):
         value = getattr(args, name, None)
-        if not isinstance(value, int | None):
+        if value is not None and whole(value) is None:
             raise CheckpointError(
                 f'{path}: args.{name} is {value!r:.99}, expected a number; the file is damaged'
             )
@@ -200,7 +206,7 @@ def every_chunk(side: SideSurvey) -> list[ChunkId]:
                 f'{len(first.layers)}; expected the same number on each rank'
             )
         _refuse_unproven_empty(stage)
-    virtual = getattr(side.args(), 'virtual_pipeline_model_parallel_size', None) or 1
+    virtual = number_in(side.args(), 'virtual_pipeline_model_parallel_size') or 1
     if side.args() is not None and virtual != len(first.layers):
         raise CheckpointError(
             f'{first.path}: has {len(first.layers)} chunks, but args say '
@@ -211,7 +217,7 @@ def every_chunk(side: SideSurvey) -> list[ChunkId]:
 
 def _refuse_unproven_empty(stage: StageSurvey) -> None:
     """An empty stage is one of a layout that has such, or a lost one; the layer count tells."""
-    if stage.empty and getattr(stage.args, 'num_layers', None) is None:
+    if stage.empty and number_in(stage.args, 'num_layers') is None:
         raise CheckpointError(
             f'{stage.path}: a chunk is empty, and without num_layers in args nothing tells '
             'whether it lost its layers'
@@ -224,7 +230,7 @@ def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
     Raises:
         CheckpointError: names the missing rank
     """
-    expected = getattr(args, 'pipeline_model_parallel_size', None) or max(ranks) + 1
+    expected = number_in(args, 'pipeline_model_parallel_size') or max(ranks) + 1
     missing = first_missing(ranks, expected)
     if missing is not None:
         raise CheckpointError(
@@ -238,8 +244,18 @@ def require_contiguous(where: Path, ranks: Sequence[int], args: Any) -> None:
         )
 
 
-def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, int | None]]:
+def require_shards(
+    side: SideSurvey, ranks: Iterable[int], largest: int
+) -> list[tuple[int, int | None]]:
     """The (tensor, expert) ranks that all given pipeline ranks of a side have.
+
+    Stages of one run may have tensor sizes of their own, and then ``args`` of all of them hold the
+    largest: the directories decide, where some stage has as many ranks as ``args`` say.
+
+    Args:
+        side: the side
+        ranks: pipeline ranks
+        largest: tensor ranks of the stage that has most of them, of all sides of the model
 
     Raises:
         CheckpointError: they differ between stages, or one is missing
@@ -253,28 +269,23 @@ def require_shards(side: SideSurvey, ranks: Iterable[int]) -> list[tuple[int, in
                 f'{directory}: stage {rank} has tensor-parallel ranks {_shards(other)}, stage '
                 f'{ranks[0]} has {_shards(shards)}; stages of one side need the same'
             )
-    sizes = [1 + max(tp for tp, _ in shards), 1 + max(ep or 0 for _, ep in shards)]
     args = side.stages[ranks[0]].args
-    for index, name in enumerate(('tensor_model_parallel_size', 'expert_model_parallel_size')):
-        sizes[index] = max(sizes[index], getattr(args, name, None) or 1)
-    missing = first_missing({tp for tp, _ in shards}, sizes[0])
-    if missing is not None:
-        raise CheckpointError(
-            f'{directory}: tensor-parallel rank {missing} of stage {ranks[0]} is missing '
-            f'(found {_shards(shards)}, expected {sizes[0]} ranks)'
-        )
-    missing = first_missing({ep or 0 for _, ep in shards}, sizes[1])
-    if missing is not None:
-        raise CheckpointError(
-            f'{directory}: expert-parallel rank {missing} of stage {ranks[0]} is missing '
-            f'(found {_shards(shards)}, expected {sizes[1]} ranks)'
-        )
-    expected = getattr(args, 'tensor_model_parallel_size', None)
-    if expected and sizes[0] > expected:
-        raise CheckpointError(
-            f'{directory}: has tensor-parallel ranks {_shards(shards)}, but args say '
-            f"tensor_model_parallel_size {expected}; remove what doesn't belong"
-        )
+    stated = number_in(args, 'tensor_model_parallel_size') or 1
+    for kind, found, size in (
+        ('tensor', {tp for tp, _ in shards}, stated if stated > largest else 1),
+        (
+            'expert',
+            {ep or 0 for _, ep in shards},
+            number_in(args, 'expert_model_parallel_size') or 1,
+        ),
+    ):
+        size = max(size, 1 + max(found))
+        missing = first_missing(found, size)
+        if missing is not None:
+            raise CheckpointError(
+                f'{directory}: {kind}-parallel rank {missing} of stage {ranks[0]} is missing '
+                f'(found {_shards(shards)}, expected {size} ranks)'
+            )
     return shards
 
 
@@ -285,8 +296,8 @@ def check_iteration(path: Path, state: Any, directory: Path) -> None:
         CheckpointError: they differ
     """
     expected = parse_iteration_dirname(directory.name)
-    found = state.get('iteration', expected)  # a missing key is another error
-    if expected is not None and (not isinstance(found, int) or found != expected):
+    found = state.get('iteration', expected)
+    if expected is not None and whole(found) != expected:
         raise CheckpointError(
             f'{path}: key `iteration` is {found!r:.99}, expected {expected} as in '
             f'{directory.name}; a copy under another name, or damaged'
@@ -299,7 +310,7 @@ def check_layers(total: int, args: Any, where: Path) -> None:
     Raises:
         CheckpointError: they aren't
     """
-    expected = getattr(args, 'num_layers', None)
+    expected = number_in(args, 'num_layers')
     if expected is not None and total != expected:
         raise CheckpointError(
             f'{where}: the stages hold {total} layers, but args say num_layers {expected}; a '

@@ -14,7 +14,13 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 
 def ensure_group() -> None:
@@ -104,6 +110,23 @@ def set_common_form(directory: Path, state: object, form: str | None) -> None:
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data[index] = _StorageInfo('common.distcp', 0, size)
     (directory / '.metadata').write_bytes(pickle.dumps(metadata))
+
+
+def add_tensor(directory: Path, key: str, tensor: torch.Tensor) -> None:
+    """Store one more tensor as DCP does, also one without elements, which core can't describe."""
+    metadata = FileSystemReader(directory).read_metadata()
+    offsets = torch.Size([0] * tensor.dim())
+    file = f'{key}.distcp'
+    torch.save(tensor, directory / file)
+    metadata.state_dict_metadata[key] = TensorStorageMetadata(
+        TensorProperties.create_from_tensor(tensor),
+        tensor.shape,
+        [ChunkStorageMetadata(offsets, tensor.shape)],
+    )
+    size = (directory / file).stat().st_size
+    metadata.storage_data[MetadataIndex(key, offsets)] = _StorageInfo(file, 0, size)
+    (directory / '.metadata').write_bytes(pickle.dumps(metadata))
+    (directory / 'integrity.json').unlink(missing_ok=True)
 
 
 def copied(source: Path, target: Path) -> Path:

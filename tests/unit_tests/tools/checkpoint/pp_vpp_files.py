@@ -15,7 +15,8 @@ MERGE = 'merge --load-dir SRC --save-dir OUT --pipeline-size 2'
 
 def load(root, rank, iteration=ITERATION):
     """A rank file; ``rank`` is what follows ``mp_rank_``."""
-    return torch.load(Path(root) / iteration / f'mp_rank_{rank}' / 'model_optim_rng.pt')
+    path = Path(root) / iteration / f'mp_rank_{rank}' / 'model_optim_rng.pt'
+    return torch.load(path, weights_only=False)
 
 
 def save(state, root, rank, iteration=ITERATION):
@@ -55,6 +56,26 @@ def same(one, other, path='') -> list[str]:
         return [] if (one == other).all() else [path]
     alike = one == other or (one != one and other != other)  # NaN
     return [] if alike else [f'{path}: {one} {other}']
+
+
+def joined_optimizer(stages):
+    """What torch would save for one optimizer over the parameters of several stages."""
+    inner = [stage['optimizer']['optimizer'] for stage in stages]
+    state, groups, masters = {}, [], []
+    for g, header in enumerate(inner[0]['param_groups']):
+        ids = []
+        for part in inner:
+            for old in part['param_groups'][g]['params']:
+                ids.append(len(state))
+                state[len(state)] = part['state'][old]
+        groups.append({**header, 'params': ids})
+        masters.append(
+            [m for stage in stages for m in stage['optimizer']['fp32_from_fp16_params'][g]]
+        )
+    return {
+        'optimizer': {'state': state, 'param_groups': groups},
+        'fp32_from_fp16_params': masters,
+    }
 
 
 def path_of(root, rank):

@@ -3,16 +3,18 @@
 import argparse
 import shutil
 
+import numpy
 import pytest
 import torch
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, put
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
+from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, pop, put
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, path_of, same, save
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite
 from tools.checkpoint.pp_vpp.rank_order import RankOrder
 
+KNOWN = {'checkpoint_version': 3.0, 'iteration': 2}
 STAGES = [f'00_00{i}' for i in range(4)]
 
 
@@ -44,7 +46,39 @@ def own_paths(root):
             edit(put(f'/node{number}', 'args', name), rank)(root)
 
 
+def pickled(protocol):
+    """As other tools save, which name a protocol."""
+
+    def mutate(root):
+        for rank in STAGES:
+            torch.save(load(root, rank), path_of(root, rank), pickle_protocol=protocol)
+
+    return mutate
+
+
+def other_numbers(root):
+    """As some tools store them."""
+    sizes = {
+        'num_layers': numpy.int64(6),
+        'pipeline_model_parallel_size': 4.0,
+        'tensor_model_parallel_size': numpy.int32(1),
+        'world_size': numpy.int64(4),
+    }
+    for name, value in sizes.items():
+        edit(put(value, 'args', name), *STAGES[1:])(root)
+    edit(put(2.0, 'iteration'), *STAGES)(root)
+    for number, rank in enumerate(STAGES):
+        edit(put(numpy.int64(number), 'args', 'rank'), rank)(root)
+
+
 CASES = {
+    'numbers of other kinds': other_numbers,
+    'no version in one file': edit(pop('checkpoint_version'), STAGES[3]),
+    'no iteration in one file': edit(pop('iteration'), STAGES[1]),
+    'neither in any file': edit(lambda s: [s.pop(k) for k in KNOWN] and None, *STAGES),
+    'pickle protocol 3': pickled(3),
+    'pickle protocol 4': pickled(4),
+    'pickle protocol 5': pickled(5),
     'extra states of other lengths, or none': extra_states,
     "no two ranks alike in what is the node's": own_paths,
     'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
@@ -70,6 +104,9 @@ def test_accepted(name, pp4, tmp_path):
         before, after = load(source, rank), load(tmp_path / 'split', rank)
         assert same(before['model'], after['model']) == []
         assert same(before['optimizer'], after['optimizer']) == []
+        assert {key: after[key] for key in KNOWN} == KNOWN  # as Megatron reads them
+        assert type(after['iteration']) is int
+        assert after['args'].pipeline_model_parallel_size == 4
 
 
 def run_args(rank, world, stages=2, tensor=2, **more):
@@ -80,6 +117,45 @@ def run_args(rank, world, stages=2, tensor=2, **more):
         tensor_model_parallel_size=tensor,
         **more,
     )
+
+
+def test_what_files_lack_is_told(pp4, tmp_path, capsys):
+    source = shutil.copytree(pp4, tmp_path / 'source')
+    edit(pop('checkpoint_version'), *STAGES)(source)
+    merge = f'merge --load-dir {source} --save-dir {tmp_path}/merged --pipeline-size 2 --dry-run'
+    assert main(merge.split()) == 0
+    note = 'note: 4 files have no `checkpoint_version`; the outputs get what Megatron expects there'
+    assert capsys.readouterr().err.splitlines() == [note]
+
+
+PATHS = {
+    'iteration of its own': 'SRC/iter_0000002',
+    'ends with a slash': 'SRC/iter_0000002/',
+    'link to the iteration': 'LINK',
+}
+
+
+@pytest.mark.parametrize('name', PATHS)
+def test_path_of_an_iteration(name, pp4, tmp_path):
+    shutil.copytree(pp4, tmp_path / 'SRC')
+    (tmp_path / 'SRC' / 'latest_checkpointed_iteration.txt').unlink()
+    (tmp_path / 'LINK').symlink_to('SRC/iter_0000002')
+    merge = f'merge --load-dir {tmp_path}/{PATHS[name]} --save-dir {tmp_path}/o --pipeline-size 2'
+    assert main(merge.split()) == 0
+    assert (tmp_path / 'o' / 'latest_checkpointed_iteration.txt').read_text() == '2'
+    assert same(load(tmp_path / 'o', '00_000')['model1'], load(pp4, '00_002')['model']) == []
+
+
+def test_empty_options_are_absent(pp4, tmp_path):
+    merge = ['merge', '--load-dir', str(pp4), '--load-dir-edge', '', '--load-dir-cloud=']
+    merge += ['--merge-stages', '0, 3', '--merge-cloud-stages', '', '--middle-stages', '1,2']
+    merge += ['--iteration', '', '--workers= ', '--pipeline-size', '', '--save-dir', '']
+    edge, cloud = str(tmp_path / 'edge'), str(tmp_path / 'cloud')
+    assert main([*merge, '--save-dir-edge', edge, '--save-dir-cloud', cloud]) == 0
+    split = ['split', '--load-dir-edge', edge, '--load-dir-cloud', cloud, '--load-dir', '']
+    split += ['--split-rank', '', '--split-cloud-rank', '', '--num-cloud-vpp-chunks', '']
+    assert main([*split, '--middle-ranks', '1,2', '--save-dir', str(tmp_path / 'out')]) == 0
+    assert same(load(tmp_path / 'out', '00_003')['model'], load(pp4, '00_003')['model']) == []
 
 
 EXPERTS = {'expert_model_parallel_size': 2, 'expert_tensor_parallel_size': 1}

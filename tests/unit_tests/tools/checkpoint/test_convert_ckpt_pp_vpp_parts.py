@@ -4,6 +4,7 @@ import argparse
 import random
 import zipfile
 
+import numpy
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.pp_vpp import torch_file
 from tools.checkpoint.pp_vpp.discover import find_source
 from tools.checkpoint.pp_vpp.layout import ChunkId, interleaved, resplit
+from tools.checkpoint.pp_vpp.numbers import whole
 from tools.checkpoint.pp_vpp.optimizer_state import Group, Slot, parse
 from tools.checkpoint.pp_vpp.param_match import NamedTensor, candidates, match
 from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite, split_pattern, stage_string
@@ -197,14 +199,64 @@ def test_hybrid_pattern_is_cut_anew():
     assert split_pattern('M*4', [3, 5]) == 'M*4'
 
 
-@pytest.mark.parametrize('pipeline, expected', [(1, (0, 0, 1)), (2, (1, 0, None))])
-def test_second_field_of_a_directory_name(tmp_path, pipeline, expected):
-    """``mp_rank_00_001`` is a pipeline rank, or without a pipeline an expert rank."""
+WHOLE = {'embedding.x': 0, 'decoder.layers.0.x': 0, 'decoder.final_layernorm.x': 0}
+EXPERTS = {'expert_model_parallel_size': 2}
+
+
+@pytest.mark.parametrize(
+    'args, last, expected',
+    [
+        ({'pipeline_model_parallel_size': 1, **EXPERTS}, WHOLE, (0, 0, 1)),
+        ({'pipeline_model_parallel_size': 2, **EXPERTS}, WHOLE, (1, 0, None)),
+        ({'pipeline_model_parallel_size': 1.0, **EXPERTS}, WHOLE, (0, 0, 1)),
+        (None, WHOLE, (0, 0, 1)),
+        (EXPERTS, WHOLE, (0, 0, 1)),
+        (None, {'decoder.layers.0.x': 0, 'decoder.final_layernorm.x': 0}, (1, 0, None)),
+        (None, {'embedding.x': 0, 'decoder.layers.0.x': 0}, (1, 0, None)),
+        (None, {}, (1, 0, None)),
+    ],
+)
+def test_second_field_of_a_directory_name(tmp_path, args, last, expected):
+    """``mp_rank_00_001`` is a pipeline rank, or without a pipeline an expert rank.
+
+    Without sizes in ``args`` it is one where every file holds a whole model.
+    """
     for name in ('mp_rank_00_000', 'mp_rank_00_001'):
         (tmp_path / 'iter_0000001' / name).mkdir(parents=True)
         (tmp_path / 'iter_0000001' / name / 'model_optim_rng.pt').touch()
-    args = argparse.Namespace(pipeline_model_parallel_size=pipeline, expert_model_parallel_size=2)
-    assert max(find_source(tmp_path, 1, lambda path: args).files) == expected
+
+    def load_state(path):
+        model = last if path.parent.name == 'mp_rank_00_001' else WHOLE
+        return {'model': model} | ({} if args is None else {'args': argparse.Namespace(**args)})
+
+    assert max(find_source(tmp_path, 1, load_state).files) == expected
+
+
+@pytest.mark.parametrize(
+    'value, expected',
+    [
+        (2, 2),
+        (2.0, 2),
+        (numpy.int64(2), 2),
+        (numpy.uint8(2), 2),
+        (numpy.float32(2), 2),
+        (torch.tensor(2), 2),
+        (0, 0),
+        (-1, -1),
+        (2.5, None),
+        (float('nan'), None),
+        (float('inf'), None),
+        (True, None),
+        (numpy.bool_(True), None),
+        ('2', None),
+        (None, None),
+        ([2], None),
+        (torch.ones(2), None),
+    ],
+)
+def test_whole_numbers(value, expected):
+    found = whole(value)
+    assert found == expected and type(found) is type(expected)
 
 
 def test_file_is_a_sound_archive_with_the_sources_checksums(tmp_path):

@@ -59,9 +59,48 @@ ONE_STAGE = {
         MERGE,
         'different numbers of fields',
     ),
-    'tracker missing': (lambda root: (root / TRACKER).unlink(), MERGE, f'{TRACKER}: no such file'),
+    'tracker missing': (
+        lambda root: (root / TRACKER).unlink(),
+        MERGE,
+        rf'{TRACKER}: no such file; iterations in \S+SRC: 2; name one with --iteration',
+    ),
+    'tracker and iterations missing': (
+        lambda root: ((root / TRACKER).unlink(), shutil.rmtree(root / ITERATION)),
+        MERGE,
+        f'{TRACKER}: no such file; no mp_rank_',
+    ),
+    'path of another iteration': (
+        None,
+        MERGE.replace('SRC', f'SRC/{ITERATION}') + ' --iteration 3',
+        f'SRC/{ITERATION}: names {ITERATION}, but the iteration to convert is 3 .*root .*SRC$',
+    ),
+    'path of an iteration that is the output': (
+        None,
+        MERGE.replace('SRC', f'SRC/{ITERATION}').replace('OUT', 'SRC'),
+        'SRC: both source and output',
+    ),
+    'path of another iteration for the cloud': (
+        lambda root: shutil.copytree(root / ITERATION, root / 'iter_0000003'),
+        'merge --load-dir-edge SRC --load-dir-cloud SRC/iter_0000003 --save-dir-edge OUT '
+        '--save-dir-cloud OUT2 --merge-stages 0,3 --merge-cloud-stages 1,2',
+        'SRC/iter_0000003: names iter_0000003, but the iteration to convert is 2 ',
+    ),
+    'no output but an empty one': (
+        None,
+        'merge --load-dir SRC --save-dir= --pipeline-size 2',
+        'needs --save-dir',
+    ),
+    'no sizes but empty ones': (
+        None,
+        f'{RESHAPE} --pipeline-size= --virtual-size 2',
+        'needs --pipeline-size',
+    ),
     'tracker garbage': (add_file(TRACKER, 'soon'), MERGE, "holds 'soon', expected one integer"),
-    'tracker names nothing': (add_file(TRACKER, '9'), MERGE, 'names 9'),
+    'tracker names nothing': (
+        add_file(TRACKER, '9'),
+        MERGE,
+        r'names 9, but \S+ is no directory; iterations in \S+SRC: 2$',
+    ),
     'iteration not there': (None, f'{MERGE} --iteration 5', 'iterations in .*: 2$'),
     'source missing': (lambda root: shutil.rmtree(root), MERGE, 'no such directory'),
     'torch_dist': (

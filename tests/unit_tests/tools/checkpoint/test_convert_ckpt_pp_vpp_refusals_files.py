@@ -43,11 +43,20 @@ ONE_STAGE = {
         'mp_rank_00_001: no model_optim_rng',
     ),
     'key model missing': (edit(pop('model'), '00_001'), MERGE, r'00_001.*key `model` is missing'),
-    'key iteration missing': (edit(pop('iteration'), '00_001'), MERGE, 'key `iteration` is miss'),
-    'key checkpoint_version missing': (
-        edit(pop('checkpoint_version'), '00_003'),
+    'iteration that is no whole number': (
+        edit(put(2.5, 'iteration'), '00_001'),
         MERGE,
-        'key `checkpoint_version` is missing',
+        r'key `iteration` is 2\.5, expected 2 as in',
+    ),
+    'checkpoint_version of another writer': (
+        edit(put(2.0, 'checkpoint_version'), '00_002'),
+        MERGE,
+        'key `checkpoint_version` differs from',
+    ),
+    'size in args that is no number': (
+        edit(put('six', 'args', 'num_layers'), '00_001'),
+        MERGE,
+        "args.num_layers is 'six', expected a number",
     ),
     'key rng_state missing in one': (
         edit(pop('rng_state'), '00_002'),

@@ -142,7 +142,7 @@ ONE_STAGE = {
             for i in range(4)
         ],
         MERGE,
-        'args say tensor_model_parallel_size 1',
+        r'01_000/\S+: a copy of the file in mp_rank_00_000',
     ),
 }
 
@@ -243,19 +243,19 @@ SPLITS = {
     ),
     'edge chunk empty': (
         'CHUNKS',
-        edit(put({}, 'model1'), '00'),
+        edit(put({}, 'model1'), '00_000'),
         f'{SPLIT} --num-cloud-vpp-chunks 2',
         'model1` is empty',
     ),
     'edge chunk missing': (
         'CHUNKS',
-        edit(pop('model1'), '00'),
+        edit(pop('model1'), '00_000'),
         f'{SPLIT} --num-cloud-vpp-chunks 2',
         'has 1 chunks, expected 2',
     ),
     'chunk missing in between': (
         'CHUNKS',
-        edit(pop('model0'), '00'),
+        edit(pop('model0'), '00_000'),
         f'{SPLIT} --num-cloud-vpp-chunks 2',
         'key `model0` is missing',
     ),
@@ -267,7 +267,7 @@ SPLITS = {
     ),
     'kept stage state damaged': (
         'CHUNKS',
-        edit(put([], 'pipeline_stage_states'), '00'),
+        edit(put([], 'pipeline_stage_states'), '00_000'),
         f'{SPLIT} --num-cloud-vpp-chunks 2',
         'pipeline_stage_states',
     ),

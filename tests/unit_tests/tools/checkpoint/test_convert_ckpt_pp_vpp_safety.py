@@ -95,8 +95,8 @@ def complete(root):
         for rest in (
             '',
             f'/{ITERATION}',
-            f'/{ITERATION}/mp_rank_00',
-            f'/{ITERATION}/mp_rank_00/model_optim_rng.pt',
+            f'/{ITERATION}/mp_rank_00_000',
+            f'/{ITERATION}/mp_rank_00_000/model_optim_rng.pt',
             f'/{TRACKER}',
         )
     )
@@ -200,7 +200,7 @@ def test_killed_run_leaves_both_or_neither(name, pp4, tmp_path, capsys):
     assert again == (STEPS.index(name) >= STEPS.index('renamed 2'))  # all was in place
     assert complete(tmp_path)
     for side, stages in (('edge', (0, 3)), ('cloud', (1, 2))):
-        found = load(tmp_path / side, '00')
+        found = load(tmp_path / side, '00_000')
         for chunk, stage in enumerate(stages):
             assert same(found[f'model{chunk}'], load(pp4, f'00_00{stage}')['model']) == []
 

@@ -5,7 +5,14 @@ import shutil
 import pytest
 import torch
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION, load, same, save, tree
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import (
+    ITERATION,
+    joined_optimizer,
+    load,
+    same,
+    save,
+    tree,
+)
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 
 TRACKER = 'latest_checkpointed_iteration.txt'
@@ -32,26 +39,6 @@ def merge_sides(edge, cloud, out, *mode, extra=()):
         *extra,
     )
     return out / 'edge', out / 'cloud'
-
-
-def joined_optimizer(stages):
-    """What torch would save for one optimizer over the parameters of several stages."""
-    inner = [stage['optimizer']['optimizer'] for stage in stages]
-    state, groups, masters = {}, [], []
-    for g, header in enumerate(inner[0]['param_groups']):
-        ids = []
-        for part in inner:
-            for old in part['param_groups'][g]['params']:
-                ids.append(len(state))
-                state[len(state)] = part['state'][old]
-        groups.append({**header, 'params': ids})
-        masters.append(
-            [m for stage in stages for m in stage['optimizer']['fp32_from_fp16_params'][g]]
-        )
-    return {
-        'optimizer': {'state': state, 'param_groups': groups},
-        'fp32_from_fp16_params': masters,
-    }
 
 
 def check_merged(found, stages, pipeline, virtual, tp):
@@ -99,7 +86,7 @@ def test_merge_to_cloud_chunks(source, request, tmp_path):
         '1,2',
     )
     tps = range(1 if source == 'pp4' else 2)
-    names = [f'mp_rank_{tp:02d}' for tp in tps]
+    names = [f'mp_rank_{tp:02d}_000' for tp in tps]
     for side, stages in ((edge, [0, 3]), (cloud, [1, 2])):
         files = [
             f'{ITERATION}/{name}{end}' for name in names for end in ('', '/model_optim_rng.pt')
@@ -107,14 +94,14 @@ def test_merge_to_cloud_chunks(source, request, tmp_path):
         assert tree(side) == sorted([ITERATION, TRACKER, *files])
         assert (side / TRACKER).read_text() == '2'
         for tp in tps:
-            check_merged(load(side, f'{tp:02d}'), stage_files(root, tp, stages), 1, 2, len(tps))
-    assert load(edge, '00')['args'].num_layers_per_virtual_pipeline_stage == 1
-    assert load(cloud, '00')['args'].num_layers_per_virtual_pipeline_stage == 2
+            check_merged(load(side, f'{tp:02d}_000'), stage_files(root, tp, stages), 1, 2, len(tps))
+    assert load(edge, '00_000')['args'].num_layers_per_virtual_pipeline_stage == 1
+    assert load(cloud, '00_000')['args'].num_layers_per_virtual_pipeline_stage == 2
 
 
 def test_middle_stages_stay_cloud_ranks(pp4, tmp_path):
     edge, cloud = merge_sides(pp4, pp4, tmp_path, '--middle-stages', '1,2')
-    check_merged(load(edge, '00'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
+    check_merged(load(edge, '00_000'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
     assert [name for name in tree(cloud / ITERATION) if '/' not in name] == [
         'mp_rank_00_001',
         'mp_rank_00_002',
@@ -127,9 +114,9 @@ def test_middle_stages_stay_cloud_ranks(pp4, tmp_path):
 
 def test_two_sources_with_different_tensor_sizes(pp4, pp4_tp2, tmp_path):
     edge, cloud = merge_sides(pp4, pp4_tp2, tmp_path, '--merge-cloud-stages', '1,2')
-    check_merged(load(edge, '00'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
+    check_merged(load(edge, '00_000'), stage_files(pp4, 0, [0, 3]), 1, 2, 1)
     for tp in (0, 1):
-        check_merged(load(cloud, f'{tp:02d}'), stage_files(pp4_tp2, tp, [1, 2]), 1, 2, 2)
+        check_merged(load(cloud, f'{tp:02d}_000'), stage_files(pp4_tp2, tp, [1, 2]), 1, 2, 2)
     convert(
         'split',
         '--load-dir-edge',

@@ -133,6 +133,45 @@ def test_large_odd_tensors_against_the_whole_tensor_loop(tmp_path):
     assert result.bytes_read == 4 * 3 * 333_331 * 2
 
 
+@pytest.mark.parametrize('dtype', [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8(tmp_path, dtype):
+    weights = [0.3, 0.9, -0.2]
+    models = [
+        {key: value.float().clamp(-40, 40).to(dtype) for key, value in model_tensors(s).items()}
+        for s in (1, 2, 3)
+    ]
+    paths = [write_checkpoint(tmp_path / f'{i}', model) for i, model in enumerate(models)]
+    again = write_checkpoint(tmp_path / 'other layout', models[2], layout={})
+    for save in ('same', 'bfloat16'):
+        out = tmp_path / save
+        result = merge(
+            [*paths[:2], again], weights, out, save_dtype=save, allow_reshard=True, verify=True
+        )
+        assert any('scales stored apart' in text for text in result.warnings)
+        found = load_tensors(out)
+        for key, value in plain_merge(
+            models, weights, None if save == 'same' else torch.bfloat16
+        ).items():
+            assert found[key].dtype == value.dtype
+            assert torch.equal(found[key].view(torch.uint8), value.view(torch.uint8)), key
+            assert found[key].float().isfinite().all()
+    big = {key: torch.full_like(value, 416) for key, value in models[0].items()}
+    path = write_checkpoint(tmp_path / 'big', big)
+    largest = f'{torch.finfo(dtype).max:.6g}'
+    with pytest.raises(CheckpointError, match=rf'is beyond float8_\S+ \({largest}\)'):
+        merge([path], [300.0], tmp_path / 'x')
+    if dtype == torch.float8_e4m3fn:  # its cast makes 448 of all that is larger
+        merge([path], [1.1], tmp_path / 'rounded')  # 416 * 1.1 is nearest to 448
+        rounded = load_tensors(tmp_path / 'rounded')['output_layer.weight']
+        assert rounded.float().unique().tolist() == [448]
+        with pytest.raises(CheckpointError, match=r'465.92 is beyond float8_e4m3fn'):
+            merge([path], [1.12], tmp_path / 'x')
+    big['output_layer.weight'][3, 5] = torch.nan
+    with pytest.raises(CheckpointError, match='1 values in one block are not finite'):
+        merge([write_checkpoint(tmp_path / 'nan', big)], [1.0], tmp_path / 'x')
+    assert not (tmp_path / 'x').exists()
+
+
 @pytest.mark.parametrize('save', ['float32', 'float16', 'bfloat16'])
 def test_save_dtype(five, out, save):
     _, paths, models = five
@@ -151,11 +190,14 @@ def test_keep_fp32_holds_back(five, out):
     assert result.narrowed == []
 
 
-def test_inputs_of_different_dtype_need_an_explicit_one(tmp_path):
+def test_inputs_of_different_dtype_are_first_given_one(tmp_path):
     models = [model_tensors(1, torch.float32), model_tensors(2, torch.bfloat16)]
     paths = [write_checkpoint(tmp_path / f'{i}', m) for i, m in enumerate(models)]
-    with pytest.raises(CheckpointError, match='dtype torch.bfloat16, expected torch.float32'):
-        merge(paths, [0.5, 0.5], tmp_path / 'out')
+    for save in ('same', 'bfloat16', 'float32'):
+        with pytest.raises(CheckpointError, match='bfloat16, expected torch.float32; a merge'):
+            merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype=save)
+    paths[1] = tmp_path / 'wide'
+    merge([tmp_path / '1'], [1.0], paths[1], save_dtype='float32')
     merge(paths, [0.5, 0.5], tmp_path / 'out', save_dtype='bfloat16', verify=True)
     assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.5, 0.5], torch.bfloat16))
 
@@ -327,6 +369,7 @@ def test_large_but_representable_values_pass(tmp_path):
         ([1], {}, '2 checkpoints, but 1 weights'),
         ([1, 1], {'save_dtype': 'int8'}, 'save dtype'),
         ([1, 1], {'byte_accounting': 'x'}, 'byte acc'),
+        ([1, 1], {'threads': 0}, 'expected 1 or more'),
         ([1, 1], {'keep_fp32': ['*']}, 'no effect'),
         ([1, 1], {'keep_fp32': ['*.bais'], 'save_dtype': 'bfloat16'}, 'matches none'),
         ([1, 1], {'output_iteration': -1}, 'expected 0 or more'),

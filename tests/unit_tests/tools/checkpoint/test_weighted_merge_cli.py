@@ -1,7 +1,11 @@
 """Weighted merge: the command line."""
 
 import json
+import math
+import os
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from megatron.core import dist_checkpointing
@@ -49,6 +53,31 @@ def test_weights_are_used_exactly_with_a_warning_or_normalised(five, tmp_path, c
     assert_same(load_tensors(tmp_path / 'b'), plain_merge(models[:2], [1.5, -0.5]))
 
 
+def test_arguments_of_a_range_change_nothing_of_pairs_but_their_least_number(
+    five, tmp_path, capsys
+):
+    _, paths, models = five
+    words = ['--merge-inputs', f'{paths[0]}:0.25', f'{paths[2]}:0.75', '--merge-output']
+    words += [tmp_path / 'out', '--merge-style', 'minus-sqrt', '--min-iteration-interval', 1000]
+    words += ['--ckpt-format', 'torch_dist', '--merge-byte-accounting', 'all']
+    assert 'asks for 3' in refused(capsys, *words, '--min-checkpoints', 3)
+    assert cli(*words, '--min-checkpoints', 2) == 0
+    assert 'the pairs are merged as they are, with the weights given' in capsys.readouterr().out
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge([models[0], models[2]], [0.25, 0.75]))
+    common = dist_checkpointing.load_common_state_dict(str(tmp_path / 'out'))
+    assert common['weighted_merge_provenance']['merge_style'] is None
+
+
+def test_a_range_may_be_normalised(five, tmp_path):
+    root, _, models = five
+    words = ['--merge-inputs', root, '--start-checkpoint', 100, '--end-checkpoint', 500]
+    words += ['--merge-style', 'cosine', '--normalize', '--merge-output', tmp_path]
+    assert cli(*words) == 0
+    weights = list(checkpoint_coefficients([100, 200, 300, 400, 500], 'cosine').values())
+    expected = plain_merge(models, [weight / math.fsum(weights) for weight in weights])
+    assert_same(load_tensors(tmp_path / 'iter_0000500'), expected)
+
+
 def test_range_mode(five, tmp_path, capsys):
     root, _, models = five
     assert (
@@ -69,7 +98,7 @@ def test_range_mode(five, tmp_path, capsys):
     out = tmp_path / 'iter_0000400'
     weights = list(checkpoint_coefficients([200, 300, 400], 'minus-sqrt').values())
     assert_same(load_tensors(out), plain_merge(models[1:4], weights))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400'
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '400\n'
     common = dist_checkpointing.load_common_state_dict(str(out))
     provenance = common['weighted_merge_provenance']
     assert common['iteration'] == 400
@@ -103,7 +132,7 @@ def test_range_interval_walks_back_from_the_end(five, tmp_path):
     )
     kept = [models[0], models[2], models[4]]
     assert_same(load_tensors(tmp_path / 'iter_0000007'), plain_merge(kept, [1 / 3] * 3))
-    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7'
+    assert (tmp_path / 'latest_checkpointed_iteration.txt').read_text() == '7\n'
 
 
 @pytest.mark.parametrize(
@@ -345,7 +374,7 @@ def test_a_tracker_never_goes_back(five, tmp_path, capsys):
         root.mkdir()
         (root / tracker.name).write_text(text)
         assert cli(*words, root) == 0
-        assert (root / tracker.name).read_text() == '6'
+        assert (root / tracker.name).read_text() == '6\n'
     assert cli(*words[:2], '--merge-output', tmp_path / 'none') == 0  # touches no tracker
 
 
@@ -385,6 +414,49 @@ def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ['file', 'loop', 'nowhere']
 
 
+@pytest.mark.parametrize('name', ['n' * 255, '\u2013' * 85, 'deep/' + 'n' * 250])
+def test_what_the_dry_run_accepts_the_run_does_with_long_names(five, tmp_path, name):
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', tmp_path / name]
+    assert cli(*words, '--dry-run') == 0
+    assert cli(*words) == 0
+    assert_same(load_tensors(tmp_path / name), five[2][0])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_path_too_long_for_what_is_written_below_it(five, tmp_path, capsys):
+    room = os.pathconf('/', 'PC_PATH_MAX') - len(os.fsencode(tmp_path))
+    long = (('d' * 60 + '/') * room)[: room - 50]
+    words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', tmp_path / long]
+    for dry in ([], ['--dry-run']):
+        assert "can't be written: the path is too long" in refused(capsys, *words, *dry)
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_that_this_user_may_not_write(five, tmp_path, capsys, monkeypatch):
+    (tmp_path / 'closed').mkdir()
+    (tmp_path / 'r.json').touch()
+    locked = [tmp_path / 'closed', tmp_path / 'r.json']
+    monkeypatch.setattr(os, 'access', lambda path, mode, **options: Path(path) not in locked)
+    for output, report in (
+        ('closed/out', 'x.json'),
+        ('closed/deep/out', 'x.json'),
+        ('out', 'closed/x.json'),
+        ('out', 'r.json'),
+    ):
+        words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', tmp_path / output]
+        for dry in ([], ['--dry-run']):
+            error = refused(capsys, *words, '--report-json', tmp_path / report, *dry)
+            assert 'this user may not write' in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['closed', 'r.json']
+
+
+@pytest.mark.parametrize('total, warned', [(10**9, True), (0, False)])
+def test_a_full_file_system_is_told_before(five, out, capsys, monkeypatch, total, warned):
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: shutil._ntuple_diskusage(total, 0, 1))
+    assert cli('--merge-inputs', f'{five[1][0]}:1', '--merge-output', out, '--dry-run') == 0
+    assert (f'to be written to {out}, where 1 B are free' in capsys.readouterr().out) == warned
+
+
 def test_output_that_can_not_be_shown(five, out, capsys, monkeypatch):
     """One line; a plan that nobody saw is a failure, an output that is published is none."""
     words = ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', out]
@@ -397,7 +469,7 @@ def test_output_that_can_not_be_shown(five, out, capsys, monkeypatch):
     assert out.exists()
 
 
-@pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'none'])
+@pytest.mark.parametrize('accounting', ['rank0', 'each-rank', 'all', 'none'])
 def test_byte_accounting(five, out, accounting):
     result = merge(five[1][:2], [0.5, 0.5], out, byte_accounting=accounting)
     written = sum(len(data) for data in tree(out).values())
@@ -414,7 +486,18 @@ def test_byte_accounting(five, out, accounting):
         ['--merge-inputs', 'a:1'],
         ['--merge-output', 'o'],
         ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'sqrt'],
-        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--merge-style', 'linear'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--coefficients', 'w.json'],
+        ['--merge-inputs', 'a:1', '--merge-output', 'o', '--ckpt-format', 'fsdp_dtensor'],
+        *(
+            ['--merge-inputs', 'a:1', '--merge-output', 'o', option, number]
+            for option, number in (
+                ('--min-checkpoints', '0'),
+                ('--min-checkpoints', '-1'),
+                ('--min-iteration-interval', '-5'),
+                ('--extra-state-source-index', '-1'),
+                ('--output-iteration', '-7'),
+            )
+        ),
         [
             '--merge-inputs',
             'a',
@@ -425,17 +508,6 @@ def test_byte_accounting(five, out, accounting):
             '1',
             '--end-checkpoint',
             '2',
-        ],
-        [
-            '--merge-inputs',
-            'a',
-            '--merge-output',
-            'o',
-            '--start-checkpoint',
-            '1',
-            '--end-checkpoint',
-            '2',
-            '--normalize',
         ],
         ['--merge-inputs', 'a', '--merge-output', 'o', '--start-checkpoint', 'x'],
     ],

@@ -4,13 +4,19 @@ import argparse
 import io
 import json
 import pickle
+import sys
+import types
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer.checkpoint_command import main as main_of_report
 
 from tests.unit_tests.tools.checkpoint.handmade import (
+    add_tensor,
     assert_same,
     copied,
     load_tensors,
@@ -20,6 +26,8 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_checkpoint,
 )
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
+from tools.checkpoint.inspect_checkpoint import main as main_of_inspector
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 
@@ -71,6 +79,64 @@ def test_common_state_forms_mix_and_the_iteration_decides(five, tmp_path):
     assert torch.load(legacy / 'common.pt')['args'].iteration == 200
 
 
+@contextmanager
+def module_of_another_environment(name):
+    """A module with a class ``FusedAdam`` that is there while a checkpoint is written, then not."""
+    names = ['.'.join(name.split('.')[:end]) for end in range(1, name.count('.') + 2)]
+    modules = {part: types.ModuleType(part) for part in names}
+    modules[name].FusedAdam = type('FusedAdam', (), {'__module__': name})
+    with mock.patch.dict(sys.modules, modules):
+        yield modules[name].FusedAdam
+
+
+@pytest.mark.parametrize('form', ['legacy', 'embedded', 'as core writes it'])
+def test_optimizer_classes_of_an_offloading_run(tmp_path, form):
+    name = 'transformer_engine.pytorch.optimizers.fused_adam'
+    path = tmp_path / 'iter_0000100'
+    with module_of_another_environment(name) as fused_adam:
+        group = {'lr': 0.5, 'cpu_optimizer_cls': torch.optim.AdamW, 'gpu_optimizer_cls': fused_adam}
+        state = {'iteration': 100, 'optimizer': {'optimizer': {'param_groups': [group]}}}
+        write_checkpoint(path, model_tensors(100), common=state)
+        if form in ('legacy', 'embedded'):
+            set_common_form(path, state, form)
+    assert inspect_checkpoint(path).uses[0].works
+    for reader in (main_of_report, main_of_inspector):
+        assert reader([str(path)]) == 0
+    out = merge([path], [1.0], tmp_path / 'out', 7).output_dir
+    # as stock reads it: classes of optimizers aren't among what it admits
+    found = torch.load(out / 'common.pt', weights_only=True)
+    assert found['optimizer'] == {'optimizer': {'param_groups': [{'lr': 0.5}]}}
+    assert found['iteration'] == 7
+
+
+def test_common_state_that_needs_what_is_not_installed(five, tmp_path):
+    """It is read where it is needed only, and the way out is another one."""
+    _, paths, models = five
+    foreign, plain = (copied(path, tmp_path / path.name) for path in paths[:2])
+    with module_of_another_environment('forklib.parts') as part:
+        set_common_form(foreign, {'iteration': 100, 'part': part}, 'legacy')
+    set_common_form(plain, {'iteration': 200}, 'embedded')
+    pair, weights = [foreign, plain], [0.5, 0.5]
+    out = merge(pair, weights, tmp_path / 'later', 200).output_dir
+    assert_same(load_tensors(out), plain_merge(models[:2], weights))
+    merge(pair[::-1], weights, tmp_path / 'first of no iteration')
+    merge(pair, weights, tmp_path / 'given', 200, common_state_checkpoint=plain)
+    for trust, expected in (
+        (
+            False,
+            r'common\.pt: refused class forklib\.parts\.FusedAdam, whose package forklib is not',
+        ),
+        (True, r'common\.pt: needs what is not installed here \(module forklib\)'),
+    ):
+        for iteration in (None, 100, 300):
+            with pytest.raises(CheckpointError, match=expected) as caught:
+                merge(pair, weights, tmp_path / 'x', iteration, trust_checkpoints=trust)
+            message = str(caught.value)
+            assert '--common-state-checkpoint' in message
+            assert 'pass --trust' not in message and 'damaged' not in message
+    assert not (tmp_path / 'x').exists()
+
+
 def test_checkpoints_of_core_018_and_019_merge(five, tmp_path):
     """They differ in where the common state lies, and in that 0.18 says so in metadata.json."""
     _, paths, models = five
@@ -89,6 +155,7 @@ def test_checkpoints_of_core_018_and_019_merge(five, tmp_path):
             out = merge(pair, [0.5, 0.5], tmp_path / name, iteration, verify=True).output_dir
             assert_same(load_tensors(out), expected)
             common = dist_checkpointing.load_common_state_dict(str(out))
+            assert (out / 'metadata.json').read_text() == (pair[0] / 'metadata.json').read_text()
             source = common['weighted_merge_provenance']['common_state_source']
             assert source.endswith(f'{iteration}') and common['args'].lr == 0.5
 
@@ -152,3 +219,47 @@ def test_extra_state_comes_from_the_chosen_input(tmp_path):
         assert stored(out) == [expected]
     with pytest.raises(CheckpointError, match='expected 0 to 1'):
         merge(paths, [0.5, 0.5], tmp_path / 'x', extra_state_source_index=2)
+
+
+@pytest.mark.parametrize('layout', [(0, 1), (0, 2)])
+def test_extra_state_that_is_a_tensor_is_copied_as_it_is(tmp_path, layout):
+    """Of any dtype, also empty and without dimensions; other sizes in other inputs don't matter."""
+    names = [f'decoder.layers.{i}.mlp.linear_fc1._extra_state' for i in range(4)]
+
+    def extra_states(seed):
+        return dict(
+            zip(
+                names,
+                [
+                    torch.arange(seed, seed + 6 * seed, dtype=torch.uint8),
+                    torch.empty(0, dtype=torch.uint8),
+                    torch.tensor(float(seed)).to(torch.float8_e4m3fn),
+                    torch.tensor([1.0, torch.nan, seed]),
+                ],
+                strict=True,
+            )
+        )
+
+    models = [model_tensors(seed) for seed in (1, 2)]
+    paths = []
+    for seed, model in enumerate(models, start=1):
+        model = {**model, names[0]: extra_states(seed)[names[0]]}
+        paths.append(write_checkpoint(tmp_path / str(seed), model, layout={names[0]: layout}))
+        for name in names[1:]:
+            add_tensor(paths[-1], name, extra_states(seed)[name])
+    for index in (0, 1):
+        result = merge(
+            paths, [0.5, 0.5], tmp_path / f'out{index}', extra_state_source_index=index, verify=True
+        )
+        assert (result.copied_extra_states, result.averaged_tensors) == (4, len(models[0]))
+        found = load_tensors(result.output_dir)
+        for name, value in extra_states(index + 1).items():
+            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+            assert torch.equal(
+                found.pop(name).reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+            )
+        assert_same(found, plain_merge(models, [0.5, 0.5]))
+    again = merge([result.output_dir], [1.0], tmp_path / 'again').output_dir
+    assert_same(
+        {key: value for key, value in load_tensors(again).items() if key not in names}, found
+    )

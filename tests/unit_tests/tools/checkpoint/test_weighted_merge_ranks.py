@@ -45,7 +45,7 @@ def test_same_bits_on_any_number_of_ranks(run, tmp_path, size):
     for index, (bytes_read, _, bytes_written) in enumerate(found[0]):
         out = tmp_path / f'{index}/iter_0000005'
         assert_same(load_tensors(out), expected)
-        assert (tmp_path / f'{index}/latest_checkpointed_iteration.txt').read_text() == '5'
+        assert (tmp_path / f'{index}/latest_checkpointed_iteration.txt').read_text() == '5\n'
         assert bytes_read == alone.bytes_read
         assert (
             bytes_written

@@ -1,5 +1,6 @@
 """Weighted merge: what is refused before anything is written, each with one line that names it."""
 
+import io
 import json
 import pickle
 import shutil
@@ -7,7 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.unit_tests.tools.checkpoint.handmade import (
     LAYOUT,
@@ -85,16 +86,21 @@ def test_dtype(good, tmp_path):
     refused(good, bad, tmp_path, QKV, 'float16', 'bfloat16')
 
 
-@pytest.mark.parametrize('dtype', [torch.int64, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize('dtype', [torch.int64, torch.complex64, torch.uint8])
 def test_dtypes_that_can_not_be_averaged(good, tmp_path, dtype):
     bad = variant(tmp_path, lambda m: m.update({'decoder.count': torch.arange(4).to(dtype)}))
     name = str(dtype).removeprefix('torch.')
-    refused(good, bad, tmp_path, 'decoder.count', name, 'expected floating point')
+    refused(good, bad, tmp_path, 'decoder.count', name, 'expected one of bfloat16, float16')
 
 
-def test_extra_state_that_is_a_tensor(good, tmp_path):
-    bad = variant(tmp_path, lambda m: m.update({'decoder.x._extra_state': torch.ones(4)}))
-    refused(good, bad, tmp_path, 'decoder.x._extra_state', 'stored as a tensor')
+def test_extra_state_that_is_a_tensor_in_one_and_bytes_in_another(good, tmp_path):
+    key = next(iter(EXTRA))
+    bad = variant(tmp_path, lambda m: m.update({key: torch.ones(4)}), extra={})
+    for text in (f'bytes in {good}', f'a tensor in {bad}'):
+        refused(good, bad, tmp_path, key, text)
+    shards = variant(tmp_path / 'shards', lambda m: m.update({key: torch.ones(4)}), extra={})
+    with pytest.raises(CheckpointError, match=f'{key}: stored as bytes in {good}, as a tensor in'):
+        merge([shards], [1], tmp_path / 'out', common_state_checkpoint=good)
 
 
 @pytest.mark.parametrize('key', ['decoder.layers.notes', 'embedding.extra_state', 'model.x_extra'])
@@ -167,11 +173,32 @@ def point_outside(metadata):
 
 
 def beyond_the_end(metadata):
-    next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).length += 10**6
+    max(metadata.storage_data.values(), key=lambda place: place.offset).length += 10**6
 
 
 def negative(metadata):
     next(i for k, i in metadata.storage_data.items() if k.fqn == QKV).offset = -4
+
+
+def storage_of(metadata, key):
+    return next(place for index, place in metadata.storage_data.items() if index.fqn == key)
+
+
+def two_at_one_place(metadata):
+    own, other = storage_of(metadata, QKV), storage_of(metadata, 'decoder.final_layernorm.weight')
+    own.relative_path, own.offset, own.length = f'./{other.relative_path}', other.offset, own.length
+    other.length = own.length
+
+
+def into_the_next(metadata):
+    storage_of(metadata, QKV).length += 1
+
+
+def training_state_at_a_weight(metadata):
+    own = storage_of(metadata, QKV)
+    place = type(own)(own.relative_path, own.offset, own.length)
+    metadata.state_dict_metadata['rng_state/shard_0_1'] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex('rng_state/shard_0_1')] = place
 
 
 def transformed(metadata):
@@ -194,6 +221,9 @@ def untyped(metadata):
         (point_outside, 'outside the checkpoint'),
         (beyond_the_end, 'truncated'),
         (negative, 'damaged (storage of'),
+        (two_at_one_place, 'are stored at the same bytes'),
+        (into_the_next, 'are stored at the same bytes'),
+        (training_state_at_a_weight, 'are stored at the same bytes'),
         (transformed, 'expected plain'),
         (untyped, 'expected a tensor'),
     ],
@@ -253,7 +283,11 @@ def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
         ([], 'None'),
         ('text', 'no readable JSON'),
         ('[' * 100_000, 'no readable JSON'),
-        ({'sharded_backend': 'torch_dist', 'sharded_backend_version': 2}, 'formats differ'),
+        (
+            {'sharded_backend': 'torch_dist', 'sharded_backend_version': 2},
+            'sharded_backend_version 2, expected 1',
+        ),
+        ({'sharded_backend': 'torch_dist', 'packing': 3}, 'formats differ'),
     ],
 )
 def test_other_formats(good, tmp_path, config, part):
@@ -304,3 +338,56 @@ def test_nothing_to_merge(good, tmp_path):
         merge([], [], tmp_path / 'out')
     with pytest.raises(CheckpointError, match="doesn't exist"):
         merge([tmp_path / 'nowhere'], [1], tmp_path / 'out')
+
+
+def test_equal_files_that_are_links_to_one(good, tmp_path):
+    """Storage that keeps equal files once isn't entries at the same bytes."""
+    shutil.copytree(good, tmp_path / 'linked')
+    metadata = dcp.FileSystemReader(good).read_metadata()
+    place = storage_of(metadata, QKV)
+    (tmp_path / 'linked/again.distcp').hardlink_to(tmp_path / 'linked' / place.relative_path)
+    place.relative_path = 'again.distcp'
+    (tmp_path / 'linked/.metadata').write_bytes(pickle.dumps(metadata))
+    merge([good, tmp_path / 'linked'], [0.5, 0.5], tmp_path / 'out')
+    model = model_tensors(1)
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge([model, model], [0.5, 0.5]))
+
+
+def payload(tensor, **options):
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer, **options)
+    return buffer.getvalue()
+
+
+NORM = 'decoder.final_layernorm.weight'
+PAYLOADS = {
+    'protocol 4': (lambda value: payload(value, pickle_protocol=4), None),
+    'protocol 5': (lambda value: payload(value, pickle_protocol=5), None),
+    'before zip files': (lambda v: payload(v, _use_new_zipfile_serialization=False), None),
+    'a parameter': (lambda value: payload(torch.nn.Parameter(value)), None),
+    'sparse': (lambda value: payload(value.to_sparse()), 'in the layout sparse_coo, not dense'),
+    'meta': (lambda value: payload(value.to('meta')), 'without elements'),
+    'a list': (lambda value: payload([value]), 'list'),
+    'of another dtype': (lambda value: payload(value.half()), 'torch.float16'),
+}
+
+
+@pytest.mark.parametrize('kind', PAYLOADS)
+def test_payloads_of_other_writers(good, tmp_path, kind):
+    """Every dense tensor of that dtype and shape is one, however it was saved."""
+    write, fault = PAYLOADS[kind]
+    model = model_tensors(1)
+
+    def replace(metadata):
+        place = storage_of(metadata, NORM)
+        place.relative_path, place.offset = 'other.distcp', 0
+        place.length = len(write(model[NORM]))
+
+    bad = damaged(good, tmp_path, replace)
+    (bad / 'other.distcp').write_bytes(write(model[NORM]))
+    if fault is None:
+        merge([bad], [0.5], tmp_path / 'out', verify=True)
+        assert_same(load_tensors(tmp_path / 'out'), plain_merge([model], [0.5]))
+    else:
+        with pytest.raises(CheckpointError, match=f'other.distcp: {NORM}: holds .*{fault}'):
+            merge([bad], [0.5], tmp_path / 'out')

@@ -179,7 +179,7 @@ def check_next_run(root, paths, expected, state):
         with pytest.raises(CheckpointError, match='exists'):
             merged_into(root, paths)
     assert state_of(root, expected) == 'new'
-    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7'
+    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7\n'
     assert sorted(os.listdir(root)) == ['iter_0000007', 'latest_checkpointed_iteration.txt']
 
 
@@ -240,7 +240,7 @@ def test_a_dry_run_leaves_what_a_killed_run_left(run, tmp_path, capsys):
     assert 'exists' in capsys.readouterr().err and tree(root) == before
     assert main(again) == 1
     assert 'nothing is left to do' in capsys.readouterr().err
-    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7'
+    assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7\n'
 
 
 def test_no_process_is_started_while_locks_are_held(run, tmp_path, monkeypatch):

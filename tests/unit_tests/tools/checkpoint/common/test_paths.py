@@ -1,5 +1,8 @@
 """Paths and trackers as users have them."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tools.checkpoint.common.errors import CheckpointError
@@ -12,6 +15,7 @@ from tools.checkpoint.common.paths import (
     read_tracker,
     resolve_checkpoint,
 )
+from tools.checkpoint.common.staging import staging_prefix
 
 
 def checkpoint(path):
@@ -136,3 +140,11 @@ def test_missing_and_file(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(CheckpointError, match='is a file'):
         resolve_checkpoint(tmp_path / 'file')
+
+
+def test_names_of_what_is_staged_are_short_and_of_one_target_only():
+    names = ['n' * 250, 'n' * 249 + 'm', 'n' * 90, '\u2013' * 85, '\udcff' * 200]
+    prefixes = [staging_prefix(Path('/a') / name) for name in names]
+    assert len(set(prefixes)) == len(names)
+    assert all(len(os.fsencode(prefix)) < 190 for prefix in prefixes)
+    assert prefixes[2].startswith(f'.{names[2]}.tmp-')

@@ -18,6 +18,7 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
@@ -56,7 +57,23 @@ def test_metadata_equals_what_dcp_reads(checkpoint):
     assert load_dcp_metadata(checkpoint / '.metadata', trust=True) == theirs
 
 
-@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
+def test_metadata_of_any_protocol(checkpoint, protocol):
+    metadata = load_dcp_metadata(checkpoint)
+    metadata.planner_data = {'plans': [SavePlan([])], 'set': {1, 2}, 'path': Path('a')}
+    (checkpoint / '.metadata').write_bytes(pickle.dumps(metadata, protocol))
+    assert load_dcp_metadata(checkpoint) == metadata
+
+
+@pytest.mark.parametrize('arguments', [b'(c__builtin__\nint\nI5\n', b'(c__builtin__\nobject\nI5\n'])
+def test_objects_of_protocol_0_are_made_of_nothing_else(tmp_path, arguments):
+    data = b'ccopy_reg\n_reconstructor\n(ctorch\nSize\n' + arguments[1:] + b'tR.'
+    (tmp_path / '.metadata').write_bytes(data)
+    with pytest.raises(CheckpointError, match='refused class'):
+        load_dcp_metadata(tmp_path)
+
+
+@pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
 def test_hostile_metadata_is_refused_unless_trusted(checkpoint, proof, protocol):
     metadata = load_dcp_metadata(checkpoint)
     metadata.planner_data = Hostile(proof)
@@ -218,6 +235,31 @@ def test_classes_functions_and_modules_are_refused_by_name(tmp_path, value):
         load_torch(tmp_path / 'common.pt')
 
 
+@pytest.mark.parametrize(
+    'module, missing',
+    [('forklib.parts', 'module forklib'), ('megatron.core.enums', 'Absent')],
+)
+def test_code_that_is_not_there_is_no_damage(tmp_path, module, missing):
+    """Without and with trust: trusting the file wouldn't load it."""
+    name = f'c{module}\nAbsent\n'.encode()
+    (tmp_path / '.metadata').write_bytes(pickle.PROTO + b'\x02' + name + pickle.STOP)
+    torch.save({'a': 1}, tmp_path / 'a.pt')
+    with (
+        zipfile.ZipFile(tmp_path / 'a.pt') as saved,
+        zipfile.ZipFile(tmp_path / 'b.pt', 'w') as new,
+    ):
+        for record in saved.namelist():
+            own = pickle.PROTO + b'\x02' + name + pickle.STOP
+            new.writestr(record, own if record.endswith('.pkl') else saved.read(record))
+    for load, file in ((load_dcp_metadata, '.metadata'), (load_torch, 'b.pt')):
+        with pytest.raises(CheckpointError, match=f'refused class {module}.Absent') as caught:
+            load(tmp_path / file)
+        assert ('not installed here' in str(caught.value)) == (module == 'forklib.parts')
+        with pytest.raises(CheckpointError, match=r'needs what is not installed here') as caught:
+            load(tmp_path / file, trust=True)
+        assert missing in str(caught.value) and 'damaged' not in str(caught.value)
+
+
 def test_mapped_tensors_and_missing_files(tmp_path):
     torch.save({'a': torch.arange(100)}, tmp_path / 'a.pt')
     assert torch.equal(load_torch(tmp_path / 'a.pt', mmap=True)['a'], torch.arange(100))
@@ -231,3 +273,123 @@ def test_loading_leaves_the_globals_that_core_registered(tmp_path):
     load_torch(tmp_path / 'a.pt')
     assert set(map(str, torch.serialization.get_safe_globals())) == before
     assert any('UInt32DType' in entry for entry in before)
+
+
+def of_every_kind():
+    """A state that takes every operation in which protocols differ, and values that look alike."""
+    shared, numbers = [1], set(range(2500))  # more than one batch
+    return {
+        'bytes': [b'', b'\x00\xff\x80', bytes(range(256)) * 300, bytearray(b'abc\xff')],
+        'sets': [set(), {1, 'x'}, [{1}, {(1, 2)}], ({7, 8}, (1, 2, 3, 4)), numbers, numbers],
+        'names of globals': ['torch', 'Size', 'argparse', 'torch', torch.Size([2, 3]), 'Size'],
+        'texts': {'x' * 70000: 'é\n', 'y' * 300: ''},
+        'numbers': [2**70, -1, 255, 256, 65536, -(2**31), 1.5, 1j, None, True, False],
+        'shared': (shared, shared),
+        'tensors': [torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16), torch.bfloat16],
+        'order': collections.OrderedDict(b=1, a=2),
+        'args': argparse.Namespace(a=1, kinds=set('ab'), dtype=torch.float16, torch='Size'),
+        'rng': numpy.random.get_state(),
+        'scalar': numpy.int64(3),
+    }
+
+
+def shown_whole(value):
+    """A text that is equal for equal values only."""
+    if isinstance(value, set):
+        return 'set', sorted(map(repr, value))
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [shown_whole(item) for item in value]
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, shown_whole(item)) for key, item in value.items()]
+    if isinstance(value, argparse.Namespace):
+        return 'args', shown_whole(vars(value))
+    if isinstance(value, numpy.ndarray):
+        return value.dtype.str, value.tolist()
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
+    return type(value).__name__, repr(value)
+
+
+@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize('how', ['mapped', 'read', 'stream'])
+def test_every_pickle_protocol_is_read(tmp_path, protocol, how, recwarn):
+    file = tmp_path / 'x.pt'
+    state = of_every_kind()
+    torch.save(state, file, pickle_protocol=protocol)
+    source = io.BytesIO(b'before' + file.read_bytes()) if how == 'stream' else file
+    if how == 'stream':
+        source.seek(len(b'before'))
+    loaded = load_torch(source, mmap=how == 'mapped')
+    assert shown_whole(loaded) == shown_whole(state)
+    assert shown_whole(loaded) == shown_whole(torch.load(file, weights_only=False))
+    assert loaded['shared'][0] is loaded['shared'][1]
+    assert loaded['sets'][4] is loaded['sets'][5]
+    assert not recwarn.list  # such as torch's about protocols
+
+
+@pytest.mark.parametrize('protocol', range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize('place', [lambda x: x, lambda x: {'a': [x]}, lambda x: (b'', {1}, x)])
+def test_every_pickle_protocol_is_restricted(tmp_path, proof, protocol, place):
+    torch.save(place(Hostile(proof)), tmp_path / 'x.pt', pickle_protocol=protocol)
+    with pytest.raises(CheckpointError, match=r'x\.pt: refused class posix\.mkdir'):
+        load_torch(tmp_path / 'x.pt')
+    assert not proof.exists()
+    for value, name in ((frozenset([1]), 'frozenset'), (range(3), 'range'), (Path.cwd, 'getattr')):
+        torch.save({'a': value}, tmp_path / 'x.pt', pickle_protocol=protocol)
+        with pytest.raises(CheckpointError, match=f'refused class (pathlib.)?({name}|Path.cwd);'):
+            load_torch(tmp_path / 'x.pt')
+
+
+@pytest.mark.parametrize(
+    'body',
+    [
+        b'\x93.',  # STACK_GLOBAL of nothing
+        b'K\x01K\x02\x93.',
+        b'\x8c\x02os\x8c\x06system\x93)R.',
+        b'\x8c\x02os\x94\x8c\x06system\x9400h\x00h\x01\x93)R.',
+        b'\x8c\x08a\nb\nos\n\x8c\x06system\x93.',
+        b'\x90.',
+        b'(K\x01\x90.',
+        b']\x94(K\x01\x90.',  # into what is no set
+        b'\x8f\x94h\x00(K\x01\x90.',
+        b'(\x91.',
+        b'\x91.',
+        b'e.',
+        b'h\x05.',
+        b'\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.',
+        b'\x92.',
+        b'\x97.',
+        b'\x98.',
+        b'\x8c\x05ab',
+        b'',
+    ],
+)
+def test_odd_operations_of_later_protocols_end_in_one_line(tmp_path, body):
+    with zipfile.ZipFile(tmp_path / 'x.pt', 'w') as archive:
+        archive.writestr('x/data.pkl', b'\x80\x04' + body)
+        archive.writestr('x/version', b'3')
+        archive.writestr('x/byteorder', b'little')
+    with pytest.raises(CheckpointError, match=r'x\.pt: ') as caught:
+        load_torch(tmp_path / 'x.pt')
+    assert '\n' not in str(caught.value)
+
+
+def test_protocol_1_is_named(tmp_path):
+    torch.save({'a': (1, 2, 3, 4)}, tmp_path / 'x.pt', pickle_protocol=1)
+    with pytest.raises(CheckpointError, match=r'x\.pt: its pickle is of protocol 0 or 1'):
+        load_torch(tmp_path / 'x.pt')
+
+
+def test_torchscript_stays_refused_in_every_protocol(tmp_path):
+    torch.jit.script(torch.nn.Linear(1, 1)).save(tmp_path / 'old.pt')
+    with (
+        zipfile.ZipFile(tmp_path / 'old.pt') as old,
+        zipfile.ZipFile(tmp_path / 'x.pt', 'w') as new,
+    ):
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith('data.pkl'):
+                data = b'\x80\x04' + data[2:]
+            new.writestr(name, data)
+    with pytest.raises(CheckpointError, match=r'x\.pt: .*TorchScript'):
+        load_torch(tmp_path / 'x.pt')

@@ -1,0 +1,160 @@
+"""Objects that a DCP checkpoint stores besides tensors: one reader of common state for all tools.
+
+Nothing of them is run. Classes that Megatron stores and that are of no use to a tool, such as those
+of optimizers, are read as stand-ins, wherever they are defined.
+"""
+
+import io
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata
+
+from megatron_overlay.optimizer_classes import is_optimizer_class
+
+from .errors import CheckpointError, one_line
+from .safe_load import TRUST_HINT, load_torch
+
+COMMON_FILE = 'common.pt'
+COMMON_KEY = 'common_state/shard_0_1'
+
+Place = tuple[str, int, int]
+"""Name of a file below the checkpoint, and where in it an entry begins and how long it is."""
+
+
+class _StandIn:
+    """What a class that isn't imported is read as; of the same name, and does nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
+def stored_file(directory: Path, name: str) -> Path:
+    """The file of that name in a checkpoint.
+
+    Raises:
+        CheckpointError: it lies elsewhere
+    """
+    if PurePath(name).is_absolute() or '..' in PurePath(name).parts:
+        raise CheckpointError(f'{directory}: file {name} lies outside the checkpoint')
+    return directory / name
+
+
+def check_file(file: Path, size: int) -> None:
+    """Refuse a file that is missing or shorter than ``size`` bytes.
+
+    Raises:
+        CheckpointError: with both sizes
+    """
+    try:
+        found = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f'{file}: {error.strerror or error}') from error
+    except ValueError as error:  # characters that no file name has
+        raise CheckpointError(f'{file}: {one_line(error)}') from error
+    if found < size:
+        raise CheckpointError(
+            f'{file}: {found} bytes, the metadata says at least {size}; truncated'
+        )
+
+
+def common_state_place(metadata: Metadata) -> Place | None:
+    """Where the common state is stored among the tensors (megatron-core 0.19); None if it isn't."""
+    for index, info in metadata.storage_data.items():
+        if index.fqn.startswith('common_state/'):
+            return info.relative_path, info.offset, info.length
+    return None
+
+
+def read_common_state(
+    directory: Path,
+    embedded: Place | None,
+    *,
+    trust: bool = False,
+    trust_hint: str = TRUST_HINT,
+) -> dict[str, Any] | None:
+    """Common state of a checkpoint, from ``common.pt`` or where it is stored among the tensors.
+
+    Args:
+        embedded: that place, see ``common_state_place``
+        trust: unpickle without restriction
+        trust_hint: the way out that the message names when a class is refused
+
+    Returns:
+        the state dict, optimizers' classes in it as stand-ins; None where there is none
+
+    Raises:
+        CheckpointError: missing, damaged, no dict, or holds a class that isn't admitted
+    """
+    file = directory / COMMON_FILE
+    if file.exists():
+        name = str(file)
+        state = _load(file, name, is_optimizer_class, trust, trust_hint)
+    elif embedded is not None:
+        name = f'{directory / embedded[0]}: {COMMON_KEY}'
+        state = read_object(directory, embedded, COMMON_KEY, trust=trust, trust_hint=trust_hint)
+    else:
+        return None
+    if not isinstance(state, dict):
+        raise CheckpointError(f'{name}: holds {type(state).__name__}, expected a dict')
+    return state
+
+
+def read_object(
+    directory: Path,
+    place: Place,
+    key: str,
+    *,
+    stand_in_for: Callable[[str], bool] = is_optimizer_class,
+    trust: bool = False,
+    trust_hint: str = TRUST_HINT,
+) -> Any:
+    """One stored object, read at its place.
+
+    Args:
+        key: what error messages call it
+        stand_in_for: tells of a class's full name whether it is read as a stand-in
+
+    Raises:
+        CheckpointError: as ``read_common_state``
+    """
+    name, offset, length = place
+    path = stored_file(directory, name)
+    check_file(path, offset + length)
+    try:
+        with path.open('rb') as file:
+            file.seek(offset)
+            content = io.BytesIO(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    value = _load(content, f'{path}: {key}', stand_in_for, trust, trust_hint)
+    # a sharded object is saved as a list
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _load(
+    source: Path | io.BytesIO,
+    name: str,
+    stand_in_for: Callable[[str], bool],
+    trust: bool,
+    trust_hint: str,
+) -> Any:
+    try:
+        stored = torch.serialization.get_unsafe_globals_in_checkpoint(
+            source if isinstance(source, io.BytesIO) else str(source)
+        )
+    except Exception:
+        stored = []  # no file that torch.save wrote, as loading it will say
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    with torch.serialization.safe_globals(
+        [(_stand_in(full), full) for full in stored if stand_in_for(full)]
+    ):
+        return load_torch(source, trust=trust, name=name, trust_hint=trust_hint)
+
+
+def _stand_in(name: str) -> type:
+    module, _, own = name.rpartition('.')
+    return type(own, (_StandIn,), {'__module__': module})
