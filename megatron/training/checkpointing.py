@@ -9,10 +9,10 @@ for hybrid checkpoints in GPT runs, the steps are added around the functions tha
 import copy
 import re
 import types
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
-from megatron.core.dist_checkpointing import load_content_metadata
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     check_sources,
@@ -44,20 +44,20 @@ from megatron.core.dist_checkpointing.saved_arguments import (
     saved_pattern,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.training.global_vars import get_args
+from megatron.core.models.hybrid import hybrid_model
 from megatron.training.gpt_hybrid_load import (
     Load,
-    finetuning_keeps_the_optimizer,
+    amend_model_and_optimizer,
     load_optimizer_when_finetuning,
-    strict_but_for_extra_state,
 )
-from megatron.training.utils import print_rank_0
 
 import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
+# Looked up here, where upstream looks them up and others replace them.
+get_args, print_rank_0 = upstream.get_args, upstream.print_rank_0
+unwrap_model = upstream.unwrap_model
 # Upstream asks this module of torch's for the planner of `fsdp_dtensor`.
 default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
@@ -77,18 +77,18 @@ def load_checkpoint(
         CheckpointingException: the checkpoint and the model don't have the same weights.
     """
     global _current_load
-    outer, _current_load = _current_load, Load(list(ddp_model), optimizer)
-    try:
-        guard = strict_but_for_extra_state(_current_load) if strict else nullcontext()
-        with guard, finetuning_keeps_the_optimizer(_current_load):
+    outer = _current_load
+    with ExitStack() as changes:
+        _current_load = Load(ddp_model, optimizer, get_args(), strict, changes)
+        try:
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
-        if _current_load.retarget is not None:
-            load_optimizer_when_finetuning(_current_load)
-        return result
-    finally:
-        _current_load = outer
+            if _current_load.retarget is not None:
+                load_optimizer_when_finetuning(_current_load)
+            return result
+        finally:
+            _current_load = outer
 
 
 def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **kwargs):
@@ -97,6 +97,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     to_read = {}
     if load is not None and not rank0 and load.layer_maps is not None:
         to_read = _point_at_checkpoint(load, load.layer_maps, sharded_state_dict)
+        amend_model_and_optimizer(load)
     with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
@@ -117,15 +118,17 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
         _refuse_legacy_gpt(load, state_dict, checkpoint_name)
     if ckpt_type not in (CheckpointType.GLOBAL, CheckpointType.FSDP_DTENSOR):
         return
-    if _find_module(load.model, (GPTModel, HybridModel)) is not None:
+    if _find_module(unwrap_model(load.model), (GPTModel, hybrid_model.HybridModel)) is not None:
         load.layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
     load.release = release
     if ckpt_type is CheckpointType.GLOBAL:
-        load.content_metadata = load_content_metadata(preloaded_state_dict=state_dict) or {}
+        load.content_metadata = (
+            dist_checkpointing.load_content_metadata(preloaded_state_dict=state_dict) or {}
+        )
     if _UPSTREAM_RETARGETS:
         return
     ckpt_args = state_dict.get('args') or types.SimpleNamespace()
-    _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, load.model)
+    _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, unwrap_model(load.model))
     if load.layer_maps is not None and ckpt_type is CheckpointType.FSDP_DTENSOR:
         raise RuntimeError(
             f'{checkpoint_name}: a GPT checkpoint in fsdp_dtensor format goes into a hybrid run '
@@ -142,7 +145,9 @@ def _refuse_legacy_gpt(load: Load, state_dict, checkpoint_name) -> None:
         if key.startswith('decoder.layers.0.')
     }
     # a layer of a hybrid model has one of them
-    if {'self_attention', 'mlp'} <= keys and _find_module(load.model, HybridModel) is not None:
+    if {'self_attention', 'mlp'} <= keys and _find_module(
+        unwrap_model(load.model), hybrid_model.HybridModel
+    ):
         raise RuntimeError(
             f'{checkpoint_name}: a GPT checkpoint in the legacy torch format; a hybrid run takes '
             f'torch_dist ones. Save it again with pretrain_gpt.py … --ckpt-convert-format '
@@ -180,13 +185,13 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     Raises:
         RuntimeError: the checkpoint can't go into the run; keys and arguments contradict.
     """
-    load = _current_load or Load(list(model), None)
-    run_is_hybrid = _find_module(model, HybridModel) is not None
+    load = _current_load or Load(model, None, args)
+    run_is_hybrid = _find_module(model, hybrid_model.HybridModel) is not None
     checkpoint_is_hybrid = _checkpoint_is_hybrid(ckpt_args, load.layout)
     if run_is_hybrid == checkpoint_is_hybrid:
         return None, False
     if not run_is_hybrid:
-        _set_up_hybrid_to_gpt_load(load, args, ckpt_args)
+        _set_up_hybrid_to_gpt_load(load, args, ckpt_args, model)
         return None, False
     if not args.hybrid_layer_pattern:
         raise RuntimeError(
@@ -219,13 +224,13 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     return load.layer_maps, load.load_optim
 
 
-def _set_up_hybrid_to_gpt_load(load: Load, args, ckpt_args) -> None:
+def _set_up_hybrid_to_gpt_load(load: Load, args, ckpt_args, model) -> None:
     def refuse(reason: str) -> RuntimeError:
         return RuntimeError(
             f'{reason} The hybrid entry point, pretrain_hybrid.py, loads the checkpoint as it is.'
         )
 
-    if _find_module(load.model, GPTModel) is None:
+    if _find_module(model, GPTModel) is None:
         raise refuse(
             f'The checkpoint is of a hybrid model (pattern {saved_pattern(ckpt_args)!r}), the run '
             f'builds neither that nor a GPT model.'

@@ -303,8 +303,8 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:
         raise ValueError(
-            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which the maps '
-            f'do not have; make them from the pattern that the model was built from.'
+            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which is not part '
+            f'of the hybrid layer pattern; make the maps from the pattern of the model.'
         ) from None
 
 
@@ -321,8 +321,8 @@ def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) 
     layer = int(match['layer'])
     if layer >= len(layer_maps.mtp_pattern):
         raise ValueError(
-            f'State dict entry {key!r} belongs to MTP layer {layer}, which the maps do not have; '
-            f'make them from the pattern that the model was built from.'
+            f'State dict entry {key!r} belongs to MTP layer {layer}, which is not part of the '
+            f"hybrid layer pattern's MTP part; make the maps from the pattern of the model."
         )
     if layer_maps.mtp_pattern[layer] in _FRESH_INIT_SYMBOLS:
         return None
