@@ -5,9 +5,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
     param_group_identifier_keys,
 )
@@ -27,10 +28,10 @@ class Load:
     Attributes:
         model, optimizer, args, strict: as the call has them.
         changes: what is set on model and optimizer for the call, and put back after it.
-        layout, content_metadata, release: of the checkpoint, once it has been looked at.
-        layer_maps: there when the checkpoint is of the other kind than the run.
-        retarget: points the run's state at it then; None where upstream does so.
-        load_optim: the optimizer's state is translated too.
+        stored: the checkpoint, once it has been looked at.
+        plan: what is done with it.
+        retarget: points the run's state at a checkpoint of the other kind; None where upstream
+            does so.
         loaded: the state dict that came back.
     """
 
@@ -39,12 +40,9 @@ class Load:
     args: Any
     strict: bool = True
     changes: ExitStack = field(default_factory=ExitStack)
-    layout: CheckpointLayout | None = None
-    content_metadata: dict | None = None
-    release: bool = False
-    layer_maps: GPTCompatLayerMaps | None = None
+    stored: StoredCheckpoint | None = None
+    plan: LoadPlan = LoadPlan()
     retarget: Callable | None = None
-    load_optim: bool = False
     loaded: dict | None = field(default=None, repr=False)
 
 
@@ -58,7 +56,7 @@ def amend_model_and_optimizer(load: Load) -> None:
     optimizer = load.optimizer
     for module in load.model if load.strict else []:
         _replace(load, module, 'load_state_dict', _strict_loader(module))
-    if optimizer is None or not load.load_optim:
+    if optimizer is None or not load.plan.load_optim:
         return
     load_state_dict = optimizer.load_state_dict
 
@@ -103,9 +101,48 @@ def _strict_loader(module):
     return load_state_dict
 
 
+def make_dicts_of_mixed_lists(state: Any, path: tuple = ()) -> list[tuple]:
+    """Turn lists of which only a part is read into dicts, in place.
+
+    An optimizer that isn't distributed has its main parameters in lists. ``dist_checkpointing``
+    puts together what was read and what wasn't, and of lists it doesn't know which is which.
+
+    Args:
+        state: a sharded state dict, or a dict or list in one.
+        path: where in it that is.
+
+    Returns:
+        where the lists were, inner ones first.
+    """
+    found = []
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, (dict, list)):
+            found += make_dicts_of_mixed_lists(value, (*path, key))
+        if isinstance(value, list):
+            kinds = {isinstance(entry, LocalNonpersistentObject) for entry in _sharded(value)}
+            if len(kinds) == 2:
+                state[key] = dict(enumerate(value))
+                found.append((*path, key))
+    return found
+
+
+def _sharded(value: list):
+    values = nested_values(value)
+    return (x for x in values if isinstance(x, (ShardedBase, LocalNonpersistentObject)))
+
+
+def make_lists_again(state: dict, paths: list[tuple]) -> None:
+    """Undo :func:`make_dicts_of_mixed_lists` on what was loaded."""
+    for *path, last in paths:
+        parent = state
+        for key in path:
+            parent = parent[key]
+        parent[last] = [entry for _, entry in sorted(parent[last].items())]
+
+
 def load_optimizer_when_finetuning(load: Load) -> None:
     """Load what upstream leaves alone under ``--finetune``, but for 0.19 and a GPT checkpoint."""
-    if load.load_optim and load.loaded is not None and load.args.finetune:
+    if load.plan.load_optim and load.loaded is not None and load.args.finetune:
         load.optimizer.load_state_dict(load.loaded['optimizer'])
 
 

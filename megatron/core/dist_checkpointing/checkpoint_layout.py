@@ -52,6 +52,7 @@ class CheckpointLayout:
         latent_attention: the attention is multi-latent (MLA).
         mtp_depths: multi-token prediction layers stored under ``mtp.layers.<i>``.
         has_optimizer: some entry is optimizer state.
+        optimizer_in_buckets: some of that follows the distributed optimizer's buckets.
     """
 
     sizes: Mapping[str, tuple[int, ...]] = field(repr=False)
@@ -63,6 +64,7 @@ class CheckpointLayout:
     latent_attention: bool
     mtp_depths: int
     has_optimizer: bool
+    optimizer_in_buckets: bool
 
     @property
     def keys(self) -> Set[str]:
@@ -120,6 +122,7 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
             f'{layers[0][2]}: a model of {num_layers} layers; the metadata is damaged.'
         )
     family, evidence = _family(names, layers, indexed)
+    optimizer = [key for key in sizes if _OPTIMIZER_KEY_RE.match(key)]
     mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
     return CheckpointLayout(
         sizes=sizes,
@@ -132,7 +135,8 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
             part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
         ),
         mtp_depths=1 + max(mtp, default=-1),
-        has_optimizer=any(_OPTIMIZER_KEY_RE.match(key) for key in sizes),
+        has_optimizer=bool(optimizer),
+        optimizer_in_buckets=any('.gbuf_idx_' in key for key in optimizer),
     )
 
 

@@ -57,7 +57,6 @@ __all__ = [
     '_FRESH_INIT_SYMBOLS',
     '_GPT_SOURCED_SYMBOLS',
     'GPTCompatLayerMaps',
-    'MODEL_SPACE_FORMATS',
     'gpt_compatible_layer_maps',
     'retarget_fsdp_state_dict_to_gpt_checkpoint',
     'retarget_sharded_state_dict_to_gpt_checkpoint',
@@ -78,26 +77,6 @@ _GPT_MTP_LAYER, _GPT_MTP_EXPLICIT_LAYER = 'transformer_layer.', 'mtp_model_layer
 _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
-
-# Distributed optimizer formats that store state by parameter, and that a run can ask for. The older
-# `fully_sharded_model_space` has the same keys, but core makes no request for it since 0.16.
-MODEL_SPACE_FORMATS = ('fully_reshardable',)
-
-
-def stored_optimizer_format(content_metadata: Any, args: Any) -> str | None:
-    """Sharding type of the distributed optimizer's state; None for another optimizer's.
-
-    Args:
-        content_metadata: of the checkpoint; None or empty for one from before it was stored.
-        args: saved with the checkpoint, where they were.
-    """
-    content = content_metadata if isinstance(content_metadata, Mapping) else {}
-    if not content and getattr(args, 'use_distributed_optimizer', False) is True:
-        # Before content metadata existed the format followed from one flag.
-        full = getattr(args, 'ckpt_fully_parallel_save', False) is True
-        return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    stored = content.get('distrib_optim_sharding_type')
-    return stored if isinstance(stored, str) else None
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(

@@ -90,6 +90,10 @@ CASES = {
     'pretrained, bf16': Case(
         'M*-*-', training=[*DISTRIBUTED, '--bf16'], load=OTHER_SCHEDULE, pretrained=True
     ),
+    'not distributed': Case('M*-M*-', training=[], model=GATED),
+    'not distributed, bf16': Case('M*-*-', training=['--bf16'], model=UNTIED),
+    'not distributed, attention, bf16': Case('*-*-', training=['--bf16']),
+    'not distributed, finetune, bf16': Case('M*-*-', training=['--bf16'], load=['--finetune']),
     'virtual pipeline': Case('*-|*-|*-|*-', (1, 2, 1, 1), (1, 2, 1, 1), save=FOUR_CHUNKS),
     'virtual pipeline to tp': Case('M*-*-*-*-', (1, 2, 1, 1), (2, 1, 1, 1), save=FOUR_CHUNKS),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
