@@ -16,6 +16,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.checkpoint_layout import check_sources, read_checkpoint_layout
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    GPTCompatLayerMaps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
@@ -91,17 +92,17 @@ def load_checkpoint(
 def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **kwargs):
     """Upstream's, between the steps that a checkpoint of the other kind adds."""
     load = _current_load
-    translates = load is not None and not rank0 and load.plan.layer_maps is not None
+    layer_maps = None if load is None or rank0 else load.plan.layer_maps
     to_read, mixed = {}, []
-    if translates:
-        to_read = _point_at_checkpoint(load, sharded_state_dict)
+    if load is not None and layer_maps is not None:
+        to_read = _point_at_checkpoint(load, layer_maps, sharded_state_dict)
         mixed = make_dicts_of_mixed_lists(sharded_state_dict)
         amend_model_and_optimizer(load)
     with recording_reads(to_read) as record:
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
         )
-    if translates:
+    if layer_maps is not None:
         record.check()
     if load is None or result[0] is None:
         return result
@@ -172,9 +173,10 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     return plan.layer_maps, plan.load_optim
 
 
-def _point_at_checkpoint(load: Load, sharded_state_dict) -> dict[Shard, int]:
+def _point_at_checkpoint(
+    load: Load, layer_maps: GPTCompatLayerMaps, sharded_state_dict
+) -> dict[Shard, int]:
     """Make ``sharded_state_dict`` read the checkpoint; returns what has to be read then."""
-    layer_maps = load.plan.layer_maps
     parts = {
         key: part
         for key, part in sharded_state_dict.items()

@@ -63,7 +63,8 @@ class StoredCheckpoint:
     @property
     def args(self) -> Any:
         """Saved arguments; without any where the checkpoint has none."""
-        return self.common.get('args') or SimpleNamespace()
+        args = self.common.get('args')
+        return SimpleNamespace() if args is None else args
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,7 @@ def any_run(stored: StoredCheckpoint, **arguments: Any) -> SimpleNamespace:
     Its optimizer is one that takes the stored state.
     """
     saved = getattr(stored.args, '__dict__', {})
-    own = {'hybrid_layer_pattern': None, 'num_layers': None}
-    own |= {'no_load_optim': False, 'finetune': False}
+    own = dict.fromkeys(('hybrid_layer_pattern', 'num_layers', 'no_load_optim', 'finetune'))
     kind = stored_optimizer_format(stored)
     return SimpleNamespace(**saved | own | {'use_distributed_optimizer': kind != PLAIN} | arguments)
 
@@ -148,11 +148,12 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     wrong: an optimizer that is distributed by layers stores its state by parameter in any format.
     """
     layout, content = stored.layout, stored.common.get('content_metadata')
+    content = content if isinstance(content, Mapping) else {}
     if layout is not None and not layout.has_optimizer:
         return 'none'
     if stored.format != TORCH_DIST:
         return stored.format
-    found = content.get('distrib_optim_sharding_type') if isinstance(content, Mapping) else None
+    found = content.get('distrib_optim_sharding_type')
     if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
         # Upstream's rule for them.
         full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True

@@ -154,10 +154,10 @@ def _effective(args: Any, name: str) -> Any:
 
 def _vocabulary(args: Any) -> tuple[int, int]:
     """Smallest and largest vocabulary that is padded to the size which the arguments have."""
-    padded = getattr(args, 'padded_vocab_size', None)
-    multiple = getattr(args, 'make_vocab_size_divisible_by', None)
-    tensor_parallel = getattr(args, 'tensor_model_parallel_size', None) or 1
-    if not all(isinstance(x, int) and x for x in (padded, multiple, tensor_parallel)):
+    names = ('padded_vocab_size', 'make_vocab_size_divisible_by', 'tensor_model_parallel_size')
+    padded, multiple, tensor_parallel = (getattr(args, name, None) for name in names)
+    if not isinstance(padded, int) or not isinstance(multiple, int) or not padded * multiple:
         return 0, 2**63
-    multiple *= tensor_parallel
+    if isinstance(tensor_parallel, int) and tensor_parallel:
+        multiple *= tensor_parallel
     return padded - multiple + 1, padded

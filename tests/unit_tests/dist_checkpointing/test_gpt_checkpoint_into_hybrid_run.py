@@ -93,7 +93,9 @@ CASES = {
     'not distributed': Case('M*-M*-', training=[], model=GATED),
     'not distributed, bf16': Case('M*-*-', training=['--bf16'], model=UNTIED),
     'not distributed, attention, bf16': Case('*-*-', training=['--bf16']),
-    'not distributed, finetune, bf16': Case('M*-*-', training=['--bf16'], load=['--finetune']),
+    'not distributed, finetune, bf16': Case(
+        'M*-*-', training=['--bf16'], load=['--finetune', *OTHER_SCHEDULE]
+    ),
     'virtual pipeline': Case('*-|*-|*-|*-', (1, 2, 1, 1), (1, 2, 1, 1), save=FOUR_CHUNKS),
     'virtual pipeline to tp': Case('M*-*-*-*-', (1, 2, 1, 1), (2, 1, 1, 1), save=FOUR_CHUNKS),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
