@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.key_arguments import arguments_behind
 from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
@@ -183,13 +184,11 @@ def check_sources(
             agreed = agreed.cuda()
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
     *unread, complete = agreed.tolist()
+    layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
     if missing:
-        layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
         raise CheckpointingException(
             f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check {layers}, the tied or untied embeddings, '
-            f'the MLP kind (--moe-layer-freq) and the MTP depths, or pass --no-load-optim if it '
-            f'is optimizer state.'
+            f'({len(missing)} such keys). {arguments_behind(missing, layers)}'
         )
     if other_shapes:
         entry = other_shapes[0]
@@ -205,8 +204,7 @@ def check_sources(
     if left_out:
         raise CheckpointingException(
             f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
-            f'({len(left_out)} such keys). Give the run the arguments of the one that saved '
-            f'it, such as --untie-embeddings-and-output-weights or --position-embedding-type.'
+            f'({len(left_out)} such keys). {arguments_behind(left_out, layers)}'
         )
     return {
         (entry.key, tuple(entry.global_offset)): _stored_elements(entry, layout.sizes[entry.key])

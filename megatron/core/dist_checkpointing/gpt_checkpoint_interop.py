@@ -37,13 +37,18 @@ if __name__ == '__main__':
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import CheckpointNames, without_module_prefix
+from megatron.core.dist_checkpointing.explicit_names import (
+    CheckpointNames,
+    without_module_prefix,
+    without_place,
+)
 from megatron.core.dist_checkpointing.gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
 )
+from megatron.core.dist_checkpointing.key_arguments import arguments_behind
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -217,10 +222,11 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         if names is None or path in names.keys:
             return True
         if of_parameter and isinstance(leaf, torch.Tensor) and not path.endswith('_extra_state'):
+            kind = 'optimizer.' if path.startswith('optimizer') else ''
             raise ValueError(
                 f'{path}: the model needs it and the checkpoint does not have it, but '
-                f'{names.nearest(path)}. Check --hybrid-layer-pattern, the tied or untied '
-                f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+                f'{names.nearest(path)}. '
+                f'{arguments_behind([kind + without_place(path)], "--hybrid-layer-pattern")}'
             )
         return False
 
