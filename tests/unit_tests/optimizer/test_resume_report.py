@@ -100,9 +100,9 @@ def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
     (damaged / 'metadata.json').write_text('{}')
     (damaged / '.metadata').write_bytes(b'no')
     expected = {
-        tmp_path / 'absent': 'not a directory',
-        tmp_path: 'neither metadata.json nor',
-        legacy: 'legacy format',
+        tmp_path / 'absent': "doesn't exist",
+        tmp_path: 'no metadata.json and no latest_checkpointed_iteration.txt',
+        legacy: 'has the format torch; only torch_dist',
         dangling: 'names 7, but',
         damaged: '.metadata: not DCP metadata',
     }

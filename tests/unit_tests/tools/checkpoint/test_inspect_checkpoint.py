@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from megatron.training import checkpointing
 from torch.distributed import checkpoint as dcp
 
 from tests.cpu_megatron.whole_checkpoint import read_tensors
@@ -56,7 +57,7 @@ def test_dtypes_and_bytes_are_those_of_the_tensors(real, name):
         sum(len(path.read_bytes()) for path in files),
     )
     assert json.loads(json.dumps(summary.as_json()))['format'] == 'torch_dist'
-    assert str(summary).count('\n') == 15
+    assert str(summary).count('\n') == 16
 
 
 def test_gpt_with_optimizer(real):
@@ -84,11 +85,14 @@ def test_gpt_with_optimizer(real):
 def test_optimizer_formats(real):
     summary = inspect_checkpoint(real / 'buckets')
     assert summary.optimizer.format == 'dp_reshardable'
-    assert use(summary, uses.INTEROP)[1].endswith('(dp_reshardable) is not stored by parameter')
+    assert (
+        "with --no-load-optim: The optimizer state of the checkpoint is 'dp_reshardable'"
+        in use(summary, uses.INTEROP)[1]
+    )
     assert 'only the data-parallel size may change' in use(summary, uses.RESUME)[1]
     summary = inspect_checkpoint(real / 'plain')
     assert summary.optimizer.format == 'plain'
-    assert use(summary, uses.INTEROP)[1].endswith('(plain) is not stored by parameter')
+    assert use(summary, uses.INTEROP)[1].endswith('too, without --use-distributed-optimizer')
 
 
 def test_experts_and_a_model_alone(real):
@@ -151,7 +155,10 @@ def test_fsdp_dtensor_is_named(tmp_path):
     summary = inspect_checkpoint(tmp_path / 'iter_0000009')
     assert (summary.format, summary.optimizer.format) == ('fsdp_dtensor', 'fsdp_dtensor')
     assert (summary.model.family, summary.model.layers, summary.iteration) == ('gpt', 3, 9)
-    assert use(summary, uses.INTEROP)[0] and '0.19' in use(summary, uses.INTEROP)[1]
+    works, reason = use(summary, uses.INTEROP)
+    # as the load
+    assert works == hasattr(checkpointing.upstream, '_maybe_setup_gpt_to_hybrid_load')
+    assert ('optimizer state too' if works else 'from megatron-core 0.19 on') in reason
     assert not use(summary, uses.MERGE)[0] and 'fsdp_dtensor' in use(summary, uses.MERGE)[1]
 
 
