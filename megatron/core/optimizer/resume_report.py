@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
+from megatron.core.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    is_layer_wise,
+    stored_optimizer_format,
+)
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -46,6 +50,7 @@ class ResumeReport:
         leaked_steps: number of values of per-parameter state in the common state.
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
+        layer_wise: the optimizer is distributed by layers, as of Muon.
     """
 
     checkpoint_dir: Path
@@ -54,6 +59,7 @@ class ResumeReport:
     steps: set[int] = field(default_factory=set)
     leaked_steps: int = 0
     offload_fraction: float | None = None
+    layer_wise: bool = False
 
     @property
     def loads(self) -> bool:
@@ -99,6 +105,7 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
         offload_fraction=_offload_fraction(common.get('args')),
+        layer_wise=is_layer_wise(common.get('args')),
     )
 
 
@@ -264,6 +271,8 @@ def with_overlay(report: ResumeReport) -> list[str]:
     """What resuming does with this package, one statement a line."""
     if report.sharding_type == 'none':
         return ['weights only: the optimizer starts fresh, from the loaded weights']
+    if report.layer_wise:
+        return ['an optimizer that is distributed by layers is left to megatron-core']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']
@@ -284,7 +293,7 @@ def _stock(report: ResumeReport) -> list[str]:
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']
-    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
+    if report.layer_wise or report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
         return ['as above']
     if report.leaked_steps:
         return ['refused: duplicate values, or lists of different lengths, in the common state']
