@@ -1,17 +1,17 @@
 """What one ``load_checkpoint`` call knows, and what it changes on model and optimizer meanwhile."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
     param_group_identifier_keys,
 )
-from megatron.training.global_vars import get_args
 
 # What the scheduler sets in a group of parameters, or goes by; and what else tells groups apart.
 # Experts may be in groups of their own in one of the runs and not in the other.
@@ -26,41 +26,64 @@ class Load:
     """What the functions inside one ``load_checkpoint`` call know of it.
 
     Attributes:
-        layout, content_metadata, release: of the checkpoint, once it has been looked at.
-        layer_maps: there when the checkpoint is of the other kind than the run.
-        retarget: points the run's state at it then; None where upstream does so.
-        load_optim: the optimizer's state is translated too.
+        model, optimizer, args, strict: as the call has them.
+        changes: what is set on model and optimizer for the call, and put back after it.
+        stored: the checkpoint, once it has been looked at.
+        plan: what is done with it.
+        retarget: points the run's state at a checkpoint of the other kind; None where upstream
+            does so.
         loaded: the state dict that came back.
     """
 
     model: list
     optimizer: Any
-    layout: CheckpointLayout | None = None
-    content_metadata: dict | None = None
-    release: bool = False
-    layer_maps: GPTCompatLayerMaps | None = None
+    args: Any
+    strict: bool = True
+    changes: ExitStack = field(default_factory=ExitStack)
+    stored: StoredCheckpoint | None = None
+    plan: LoadPlan = LoadPlan()
     retarget: Callable | None = None
-    load_optim: bool = False
     loaded: dict | None = field(default=None, repr=False)
 
 
-@contextmanager
-def strict_but_for_extra_state(load: Load):
-    """Keep upstream from falling back to a non-strict load for anything but ``_extra_state``."""
-    for module in load.model:
-        module.load_state_dict = _strict_loader(load, module)
-    try:
-        yield
-    finally:
-        for module in load.model:
-            del module.load_state_dict
+def amend_model_and_optimizer(load: Load) -> None:
+    """Change how they load, until the call ends; only a load that translates needs it.
+
+    Upstream falls back to a non-strict load, which here may pass over ``_extra_state`` only. Under
+    ``--finetune`` it takes the main parameters from the weights; between GPT and hybrid they have
+    been loaded by then, and the option starts the schedule anew, and nothing else.
+    """
+    optimizer = load.optimizer
+    for module in load.model if load.strict else []:
+        _replace(load, module, 'load_state_dict', _strict_loader(module))
+    if optimizer is None or not load.plan.load_optim:
+        return
+    load_state_dict = optimizer.load_state_dict
+
+    def load_with_own_schedule(state_dict):
+        if load.args.finetune:
+            _take_own_schedule(state_dict, optimizer)
+        load_state_dict(state_dict)
+
+    _replace(load, optimizer, 'load_state_dict', load_with_own_schedule)
+    if load.retarget is not None:
+        _replace(load, optimizer, 'reload_model_params', lambda *args, **kwargs: None)
 
 
-def _strict_loader(load: Load, module):
+def _replace(load: Load, owner: Any, name: str, replacement: Callable) -> None:
+    """Set an attribute of the instance ``owner`` for the call."""
+    if name in vars(owner):
+        load.changes.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        load.changes.callback(delattr, owner, name)
+    setattr(owner, name, replacement)
+
+
+def _strict_loader(module):
     original = module.load_state_dict
 
     def load_state_dict(state_dict, strict=True):
-        if load.layer_maps is not None and not strict:
+        if not strict:
             expected = set(module.state_dict())
             differing = [
                 key
@@ -78,41 +101,49 @@ def _strict_loader(load: Load, module):
     return load_state_dict
 
 
+def make_dicts_of_mixed_lists(state: Any, path: tuple = ()) -> list[tuple]:
+    """Turn lists of which only a part is read into dicts, in place.
+
+    An optimizer that isn't distributed has its main parameters in lists. ``dist_checkpointing``
+    puts together what was read and what wasn't, and of lists it doesn't know which is which.
+
+    Args:
+        state: a sharded state dict, or a dict or list in one.
+        path: where in it that is.
+
+    Returns:
+        where the lists were, inner ones first.
+    """
+    found = []
+    for key, value in list(state.items() if isinstance(state, dict) else enumerate(state)):
+        if isinstance(value, (dict, list)):
+            found += make_dicts_of_mixed_lists(value, (*path, key))
+        if isinstance(value, list):
+            kinds = {isinstance(entry, LocalNonpersistentObject) for entry in _sharded(value)}
+            if len(kinds) == 2:
+                state[key] = dict(enumerate(value))
+                found.append((*path, key))
+    return found
+
+
+def _sharded(value: list):
+    values = nested_values(value)
+    return (x for x in values if isinstance(x, (ShardedBase, LocalNonpersistentObject)))
+
+
+def make_lists_again(state: dict, paths: list[tuple]) -> None:
+    """Undo :func:`make_dicts_of_mixed_lists` on what was loaded."""
+    for *path, last in paths:
+        parent = state
+        for key in path:
+            parent = parent[key]
+        parent[last] = [entry for _, entry in sorted(parent[last].items())]
+
+
 def load_optimizer_when_finetuning(load: Load) -> None:
     """Load what upstream leaves alone under ``--finetune``, but for 0.19 and a GPT checkpoint."""
-    if load.load_optim and load.loaded is not None and get_args().finetune:
-        _take_own_schedule(load.loaded['optimizer'], load.optimizer)
+    if load.plan.load_optim and load.loaded is not None and load.args.finetune:
         load.optimizer.load_state_dict(load.loaded['optimizer'])
-
-
-@contextmanager
-def finetuning_keeps_the_optimizer(load: Load):
-    """Between GPT and hybrid ``--finetune`` starts the schedule anew, and nothing else.
-
-    Upstream takes the main parameters from the weights then, and by now they have been loaded.
-    """
-    optimizer = load.optimizer
-    if optimizer is None:
-        yield
-        return
-    reload_model_params, load_state_dict = optimizer.reload_model_params, optimizer.load_state_dict
-
-    def reload_unless_loaded(*args, **kwargs):
-        if load.retarget is None or not load.load_optim:
-            reload_model_params(*args, **kwargs)
-
-    def load_with_own_schedule(state_dict):
-        # Asked for this late, as --pretrained-checkpoint turns it on within the load.
-        if load.layer_maps is not None and get_args().finetune:
-            _take_own_schedule(state_dict, optimizer)
-        load_state_dict(state_dict)
-
-    optimizer.reload_model_params = reload_unless_loaded
-    optimizer.load_state_dict = load_with_own_schedule
-    try:
-        yield
-    finally:
-        del optimizer.reload_model_params, optimizer.load_state_dict
 
 
 def _take_own_schedule(state_dict: dict, optimizer) -> None:

@@ -86,18 +86,18 @@ def inspect_checkpoint(path: str | Path) -> 'CheckpointSummary':
         OSError: a file can't be read
     """
     from . import inspection  # noqa: F401  (before megatron, see main)
+    from .common.directory import LEGACY, find_checkpoint
     from .common.errors import reading
-    from .inspection.locate import LEGACY, locate
 
-    directory, format_ = locate(path)
-    with reading(directory, 'checkpoint that Megatron wrote'):
-        if format_ == LEGACY:
+    found = find_checkpoint(path)
+    with reading(found.directory, 'checkpoint that Megatron wrote'):
+        if found.format == LEGACY:
             from .inspection.legacy import summarise_legacy
 
-            return summarise_legacy(directory)
+            return summarise_legacy(found)
         from .inspection.distributed import summarise_distributed
 
-        return summarise_distributed(directory, format_)
+        return summarise_distributed(found)
 
 
 def compare_checkpoints(first: str | Path, other: str | Path) -> 'Comparison':

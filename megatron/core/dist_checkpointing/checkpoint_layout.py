@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.key_arguments import arguments_behind
 from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.read_record import Shard
-from torch.distributed.checkpoint import FileSystemReader
+from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[attr-defined]
+    _get_filesystem_reader,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 # The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
@@ -52,6 +55,7 @@ class CheckpointLayout:
         latent_attention: the attention is multi-latent (MLA).
         mtp_depths: multi-token prediction layers stored under ``mtp.layers.<i>``.
         has_optimizer: some entry is optimizer state.
+        optimizer_in_buckets: some of that follows the distributed optimizer's buckets.
     """
 
     sizes: Mapping[str, tuple[int, ...]] = field(repr=False)
@@ -63,6 +67,7 @@ class CheckpointLayout:
     latent_attention: bool
     mtp_depths: int
     has_optimizer: bool
+    optimizer_in_buckets: bool
 
     @property
     def keys(self) -> Set[str]:
@@ -79,7 +84,7 @@ def read_checkpoint_layout(checkpoint_dir: str) -> CheckpointLayout:
         CheckpointingException: there is no readable metadata.
     """
     try:
-        metadata = FileSystemReader(checkpoint_dir).read_metadata()
+        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
     except Exception as error:
         raise CheckpointingException(
             f'{checkpoint_dir}/.metadata: can not be read ({type(error).__name__}: {error}); '
@@ -120,6 +125,7 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
             f'{layers[0][2]}: a model of {num_layers} layers; the metadata is damaged.'
         )
     family, evidence = _family(names, layers, indexed)
+    optimizer = [key for key in sizes if _OPTIMIZER_KEY_RE.match(key)]
     mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
     return CheckpointLayout(
         sizes=sizes,
@@ -132,7 +138,8 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
             part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
         ),
         mtp_depths=1 + max(mtp, default=-1),
-        has_optimizer=any(_OPTIMIZER_KEY_RE.match(key) for key in sizes),
+        has_optimizer=bool(optimizer),
+        optimizer_in_buckets=any('.gbuf_idx_' in key for key in optimizer),
     )
 
 
@@ -179,13 +186,11 @@ def check_sources(
             agreed = agreed.cuda()
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
     *unread, complete = agreed.tolist()
+    layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
     if missing:
-        layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
         raise CheckpointingException(
             f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). Check {layers}, the tied or untied embeddings, '
-            f'the MLP kind (--moe-layer-freq) and the MTP depths, or pass --no-load-optim if it '
-            f'is optimizer state.'
+            f'({len(missing)} such keys). {arguments_behind(missing, layers)}'
         )
     if other_shapes:
         entry = other_shapes[0]
@@ -201,8 +206,7 @@ def check_sources(
     if left_out:
         raise CheckpointingException(
             f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '
-            f'({len(left_out)} such keys). Give the run the arguments of the one that saved '
-            f'it, such as --untie-embeddings-and-output-weights or --position-embedding-type.'
+            f'({len(left_out)} such keys). {arguments_behind(left_out, layers)}'
         )
     return {
         (entry.key, tuple(entry.global_offset)): _stored_elements(entry, layout.sizes[entry.key])

@@ -53,9 +53,7 @@ class CheckpointNames:
     def nearest(self, key: str) -> str:
         """What the checkpoint has in place of ``key``, in words."""
         alike = [
-            other
-            for other in self._sorted_keys
-            if f'.{key}'.endswith(f'.{_PLACE_AND_WRAPPERS_RE.sub("", other)}')
+            other for other in self._sorted_keys if f'.{key}'.endswith(f'.{without_place(other)}')
         ]
         return ' and '.join(alike[:3]) if alike else f'{len(self.keys)} other keys'
 
@@ -80,3 +78,8 @@ def without_module_prefix(key: str) -> str:
     while key.startswith('module.'):
         key = key.removeprefix('module.')
     return key
+
+
+def without_place(key: str) -> str:
+    """The name in a flattened key."""
+    return _PLACE_AND_WRAPPERS_RE.sub('', key)

@@ -37,13 +37,18 @@ if __name__ == '__main__':
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import CheckpointNames, without_module_prefix
+from megatron.core.dist_checkpointing.explicit_names import (
+    CheckpointNames,
+    without_module_prefix,
+    without_place,
+)
 from megatron.core.dist_checkpointing.gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
 )
+from megatron.core.dist_checkpointing.key_arguments import arguments_behind
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -57,7 +62,6 @@ __all__ = [
     '_FRESH_INIT_SYMBOLS',
     '_GPT_SOURCED_SYMBOLS',
     'GPTCompatLayerMaps',
-    'MODEL_SPACE_FORMATS',
     'gpt_compatible_layer_maps',
     'retarget_fsdp_state_dict_to_gpt_checkpoint',
     'retarget_sharded_state_dict_to_gpt_checkpoint',
@@ -78,26 +82,6 @@ _GPT_MTP_LAYER, _GPT_MTP_EXPLICIT_LAYER = 'transformer_layer.', 'mtp_model_layer
 _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
 _GPT_OMITTED_LOCAL_KEYS = ('output_layer._extra_state',)
-
-# Distributed optimizer formats that store state by parameter, and that a run can ask for. The older
-# `fully_sharded_model_space` has the same keys, but core makes no request for it since 0.16.
-MODEL_SPACE_FORMATS = ('fully_reshardable',)
-
-
-def stored_optimizer_format(content_metadata: Any, args: Any) -> str | None:
-    """Sharding type of the distributed optimizer's state; None for another optimizer's.
-
-    Args:
-        content_metadata: of the checkpoint; None or empty for one from before it was stored.
-        args: saved with the checkpoint, where they were.
-    """
-    content = content_metadata if isinstance(content_metadata, Mapping) else {}
-    if not content and getattr(args, 'use_distributed_optimizer', False) is True:
-        # Before content metadata existed the format followed from one flag.
-        full = getattr(args, 'ckpt_fully_parallel_save', False) is True
-        return 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
-    stored = content.get('distrib_optim_sharding_type')
-    return stored if isinstance(stored, str) else None
 
 
 def retarget_sharded_state_dict_to_gpt_checkpoint(
@@ -238,10 +222,11 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         if names is None or path in names.keys:
             return True
         if of_parameter and isinstance(leaf, torch.Tensor) and not path.endswith('_extra_state'):
+            kind = 'optimizer.' if path.startswith('optimizer') else ''
             raise ValueError(
                 f'{path}: the model needs it and the checkpoint does not have it, but '
-                f'{names.nearest(path)}. Check --hybrid-layer-pattern, the tied or untied '
-                f'embeddings and the MLP kind, or pass --no-load-optim if it is optimizer state.'
+                f'{names.nearest(path)}. '
+                f'{arguments_behind([kind + without_place(path)], "--hybrid-layer-pattern")}'
             )
         return False
 
@@ -303,8 +288,8 @@ def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> 
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:
         raise ValueError(
-            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which the maps '
-            f'do not have; make them from the pattern that the model was built from.'
+            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which is not part '
+            f'of the hybrid layer pattern; make the maps from the pattern of the model.'
         ) from None
 
 
@@ -321,8 +306,8 @@ def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) 
     layer = int(match['layer'])
     if layer >= len(layer_maps.mtp_pattern):
         raise ValueError(
-            f'State dict entry {key!r} belongs to MTP layer {layer}, which the maps do not have; '
-            f'make them from the pattern that the model was built from.'
+            f'State dict entry {key!r} belongs to MTP layer {layer}, which is not part of the '
+            f"hybrid layer pattern's MTP part; make the maps from the pattern of the model."
         )
     if layer_maps.mtp_pattern[layer] in _FRESH_INIT_SYMBOLS:
         return None

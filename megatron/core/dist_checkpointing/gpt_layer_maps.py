@@ -112,17 +112,20 @@ def gpt_compatible_layer_maps(
     supported = [attention_symbol, *_MLP_SYMBOLS, *_FRESH_INIT_SYMBOLS]
     strangers = sorted(set(symbols + mtp_symbols).difference(supported))
     if strangers:
-        raise refuse(f'no layer of it provides {strangers}; supported are {supported}.')
+        raise refuse(f'its layers {strangers} cannot be translated; supported are {supported}.')
     if layout is not None and parsed.mtp_num_depths:
         _check_mtp(parsed, attention_symbol, layout, refuse)
     if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
-        raise refuse("it mixes dense ('-') and MoE ('E') MLPs, GPT layers are all alike.")
+        raise refuse(
+            "it mixes dense and MoE MLPs, GPT layers are all alike; use only one of '-' or 'E'."
+        )
     attention = [i for i, symbol in enumerate(symbols) if symbol == attention_symbol]
     mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
     if not attention or len(attention) != len(mlp):
         raise refuse(
-            f'a GPT layer has one attention and one MLP, but the pattern has {len(attention)} '
-            f"attention ({attention_symbol!r}) and {len(mlp)} MLP ('-' or 'E') positions."
+            f'it has {len(attention)} attention ({attention_symbol!r}) and {len(mlp)} MLP '
+            f"('-' or 'E') positions; a GPT layer has one of each, so it needs an equal, nonzero "
+            f'number of both.'
         )
     if layout is not None:
         if layout.num_layers != len(attention):

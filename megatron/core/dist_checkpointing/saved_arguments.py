@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
+from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import hybrid_checkpoint_pattern
 
 # These say how the elements of attention weights are arranged, which no shape shows.
 _ARRANGING = ('num_attention_heads', 'num_query_groups')
@@ -47,26 +48,55 @@ _BY_LAYER_NUMBER = ('no_rope_freq', 'window_attn_skip_freq')
 
 def saved_pattern(saved: Any) -> str | None:
     """Hybrid layer pattern in arguments; None for those of a GPT run."""
+    return next(iter(_saved_patterns(saved).values()), None)
+
+
+def _saved_patterns(saved: Any) -> dict[str, str]:
+    """Argument -> pattern in it."""
     # The second name is the one before 0.16.
-    found = (getattr(saved, f'hybrid_{name}_pattern', None) for name in ('layer', 'override'))
-    return next((pattern for pattern in found if isinstance(pattern, str) and pattern), None)
+    names = [f'hybrid_{name}_pattern' for name in ('layer', 'override')]
+    found = {name: getattr(saved, name, None) for name in names}
+    return {name: text for name, text in found.items() if isinstance(text, str) and text}
 
 
 def contradiction(saved: Any, layout: CheckpointLayout) -> str | None:
     """Why the arguments can't be those of the model whose keys the checkpoint has; else None."""
-    if layout.family != 'gpt':
-        return None
-    pattern, num_layers = saved_pattern(saved), getattr(saved, 'num_layers', None)
-    if pattern:
+    patterns, num_layers = _saved_patterns(saved), getattr(saved, 'num_layers', None)
+    name, pattern = next(iter(patterns.items()), ('', ''))
+    other = next((p for p in patterns.values() if _main(p) != _main(pattern)), None)
+    shown = f'its key {layout.evidence!r} is of a {layout.family} model'
+    if layout.family == 'hybrid' and other:
+        said = f'have the hybrid layer patterns {pattern!r} and {other!r}'
+    elif layout.family == 'hybrid' and pattern:
+        by_keys = hybrid_checkpoint_pattern(layout)
+        if _may_be(_main(pattern), by_keys):
+            return None
+        said, shown = f'have the {name} {pattern!r}', f'its keys are of layers {by_keys!r}'
+    elif layout.family == 'gpt' and pattern:
         said = f'have the hybrid layer pattern {pattern!r}'
-        shown = 'is of a GPT model'
-    elif num_layers is not None and not _is(num_layers, layout.num_layers):
-        said, shown = f'say {num_layers!r:.99} layers', f'and others are of {layout.num_layers}'
+    elif layout.family == 'gpt' and num_layers is not None and not _may_have(num_layers, layout):
+        said = f'say {num_layers!r:.99} layers'
+        shown = f'its key {layout.evidence!r} and others are of {layout.num_layers}'
     else:
         return None
     return (
-        f'The checkpoint contradicts itself: its arguments {said}, its key {layout.evidence!r} '
-        f'{shown}. Load a checkpoint whose files belong together.'
+        f'The checkpoint contradicts itself: its arguments {said}, {shown}. Load a checkpoint '
+        f'whose files belong together.'
+    )
+
+
+def _main(pattern: str) -> str:
+    """The pattern's layers, without those of multi-token prediction."""
+    return pattern.partition('/')[0].replace('|', '')
+
+
+def _may_be(pattern: str, by_keys: str) -> bool:
+    """Whether a model of the pattern can have keys of such layers."""
+    # Which kind of attention an `*` is followed from other arguments once.
+    kinds = str.maketrans(dict.fromkeys('+D', '*'))
+    pairs = zip(pattern.translate(kinds), by_keys.translate(kinds), strict=False)
+    return len(pattern) == len(by_keys) and all(
+        symbol == found or found == '?' or symbol not in 'M*-EG' for symbol, found in pairs
     )
 
 
@@ -74,7 +104,9 @@ def other_weights(own: Any, saved: Any) -> str | None:
     """Why the checkpoint's weights would be taken for others by a run of these arguments."""
     for name in _ARRANGING:
         found, expected = _effective(own, name), _effective(saved, name)
-        if None not in (found, expected) and found != expected:
+        if found is None or expected is None or found is expected:
+            continue
+        if found != expected:
             option = '--' + name.replace('_', '-')
             return (
                 f'{name} is {found} in this run and was {expected} in the one that saved the '
@@ -96,17 +128,20 @@ def other_functions(own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:
     for name in _WEIGHTLESS:
         if hasattr(own, name) and hasattr(saved, name):
             found, expected = getattr(own, name), getattr(saved, name)
-            if found != expected:
+            if found is not expected and found != expected:
                 yield name, found, expected
     for name in _BY_LAYER_NUMBER:
         found, expected = getattr(own, name, None), getattr(saved, name, None)
-        if found or expected:
+        if any(isinstance(value, (int, list, str)) and value for value in (found, expected)):
             yield name, found, expected
 
 
-def _is(found: Any, number: int) -> bool:
-    # Comparing with a number of any type, such as a tensor of several, can fail.
-    return isinstance(found, int) and found == number
+def _may_have(num_layers: Any, layout: CheckpointLayout) -> bool:
+    # Comparing with a number of any type, such as a tensor of several, can fail. Where layers
+    # differ, the last may have no weights.
+    if not isinstance(num_layers, int):
+        return False
+    return num_layers == layout.num_layers or (layout.indexed and num_layers > layout.num_layers)
 
 
 def _effective(args: Any, name: str) -> Any:
@@ -119,9 +154,10 @@ def _effective(args: Any, name: str) -> Any:
 
 def _vocabulary(args: Any) -> tuple[int, int]:
     """Smallest and largest vocabulary that is padded to the size which the arguments have."""
-    padded = getattr(args, 'padded_vocab_size', None)
-    multiple = getattr(args, 'make_vocab_size_divisible_by', None)
-    if not padded or not multiple:
+    names = ('padded_vocab_size', 'make_vocab_size_divisible_by', 'tensor_model_parallel_size')
+    padded, multiple, tensor_parallel = (getattr(args, name, None) for name in names)
+    if not isinstance(padded, int) or not isinstance(multiple, int) or not padded * multiple:
         return 0, 2**63
-    multiple *= getattr(args, 'tensor_model_parallel_size', 1) or 1
+    if isinstance(tensor_parallel, int) and tensor_parallel:
+        multiple *= tensor_parallel
     return padded - multiple + 1, padded

@@ -3,11 +3,7 @@
 import argparse
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.resume_report import (
-    describe,
-    iteration_directory,
-    read_resume_report,
-)
+from megatron.core.optimizer.resume_report import describe, read_resume_report
 from megatron.core.optimizer.weight_check import check_weights
 
 try:
@@ -47,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not options.check_weights:
             return 0 if tell(describe(read_resume_report(options.checkpoint))) else 1
-        check = check_weights(iteration_directory(options.checkpoint))
+        check = check_weights(options.checkpoint)
     except CheckpointingException as error:
         return complain(error)
     return 0 if tell(check.describe()) and not check.different else 1

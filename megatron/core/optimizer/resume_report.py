@@ -5,30 +5,36 @@ Read are the metadata, the common state and the optimizers' settings; no tensor 
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    is_layer_wise,
+    stored_optimizer_format,
+)
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_overlay.optimizer_classes import is_optimizer_class
+
 try:
     from megatron_overlay.tools.checkpoint.common import stored
-    from megatron_overlay.tools.checkpoint.common.paths import iteration_dirname, read_tracker
-    from megatron_overlay.tools.checkpoint.common.safe_load import load_dcp_metadata
+    from megatron_overlay.tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
     from megatron_overlay.tools.checkpoint.common.stdout import printable
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
     from tools.checkpoint.common import stored
-    from tools.checkpoint.common.paths import iteration_dirname, read_tracker
-    from tools.checkpoint.common.safe_load import load_dcp_metadata
+    from tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
     from tools.checkpoint.common.stdout import printable
 
-TRACKER = 'latest_checkpointed_iteration.txt'
+_ARGUMENTS = re.compile(r'args$')
 _SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
-_OPTIMIZER = re.compile(r'(chained_\d+\.)?optimizer\.')
 _NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 
@@ -45,6 +51,7 @@ class ResumeReport:
         leaked_steps: number of values of per-parameter state in the common state.
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
+        layer_wise: the optimizer is distributed by layers, as of Muon.
     """
 
     checkpoint_dir: Path
@@ -53,6 +60,7 @@ class ResumeReport:
     steps: set[int] = field(default_factory=set)
     leaked_steps: int = 0
     offload_fraction: float | None = None
+    layer_wise: bool = False
 
     @property
     def loads(self) -> bool:
@@ -74,8 +82,7 @@ def read_resume_report(checkpoint: str | Path) -> ResumeReport:
     Raises:
         CheckpointingException: there is no distributed checkpoint, with the reason.
     """
-    directory = iteration_directory(Path(checkpoint))
-    metadata = load_dcp_metadata(directory)
+    directory, metadata = find_distributed(checkpoint)
     return resume_report(directory, metadata, read_common_state(directory, metadata))
 
 
@@ -86,27 +93,20 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
         CheckpointingException: the optimizers' settings can't be read.
     """
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
-    settings = [
-        stored.read_object(
-            directory,
-            (place.relative_path, place.offset, place.length),
-            index.fqn,
-            stand_in_for=lambda name: True,
-            trust_hint=_NOTHING_RUNS,
-        )
-        for index, place in metadata.storage_data.items()
-        if _SETTINGS.match(index.fqn)
-    ]
+    settings = _stored_objects(directory, metadata, _SETTINGS, lambda name: True)
     iteration = common.get('iteration')
     return ResumeReport(
         checkpoint_dir=directory,
         iteration=iteration if isinstance(iteration, int) else None,
-        sharding_type=_sharding_type(common, metadata),
+        sharding_type=stored_optimizer_format(
+            StoredCheckpoint(layout_from_metadata(metadata), common)
+        ),
         steps=_steps(common.get('optimizer')).union(*map(_steps, settings)),
         leaked_steps=sum(
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
         offload_fraction=_offload_fraction(common.get('args')),
+        layer_wise=is_layer_wise(common.get('args')),
     )
 
 
@@ -117,33 +117,19 @@ def _offload_fraction(args: Any) -> float | None:
     return fraction if known else None
 
 
-def iteration_directory(checkpoint: Path) -> Path:
-    """The given directory if it is one iteration's, else the one that its tracker file names."""
-    if (checkpoint / 'metadata.json').is_file():
-        return checkpoint
-    if not checkpoint.is_dir():
-        raise CheckpointingException(f'{checkpoint} is not a directory; give a checkpoint')
-    tracker = checkpoint / TRACKER
-    if not tracker.is_file():
-        if any(checkpoint.glob('mp_rank_*')):
-            raise CheckpointingException(
-                f'{checkpoint} has the legacy format (--ckpt-format torch); only distributed '
-                f'checkpoints (torch_dist) can be looked at'
-            )
+def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
+    """Directory and metadata of the ``torch_dist`` checkpoint that is meant.
+
+    Raises:
+        CheckpointingException: there is none, with the reason.
+    """
+    found = find_checkpoint(checkpoint)
+    if found.format != DISTRIBUTED or found.metadata is None:
         raise CheckpointingException(
-            f'{checkpoint} has neither metadata.json nor {TRACKER}; give the directory of one '
-            f'iteration, or the one above it'
+            f'{found.directory}: has the format {found.format}; only {DISTRIBUTED} checkpoints '
+            f'can be looked at'
         )
-    latest = read_tracker(checkpoint)
-    directory = checkpoint / iteration_dirname(latest)
-    if (directory / 'metadata.json').is_file():
-        return directory
-    if any(directory.glob('mp_rank_*')):
-        return iteration_directory(directory)
-    raise CheckpointingException(
-        f'{tracker} names {latest!r}, but {directory} has no metadata.json; give the directory '
-        f'of a complete iteration'
-    )
+    return found.directory, found.metadata
 
 
 def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
@@ -153,24 +139,29 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
     place = stored.common_state_place(metadata)
-    return stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS) or {}
+    state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
+    if state is None:
+        # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
+        args = _stored_objects(directory, metadata, _ARGUMENTS, is_optimizer_class)
+        state = dict(zip(['args'], args, strict=False))
+    return state
 
 
-def _sharding_type(common: dict, metadata: Metadata) -> str:
-    """The stored type, else what the keys of the tensors tell."""
-    content = common.get('content_metadata')
-    content = content if isinstance(content, dict) else {}
-    stored = content.get('distrib_optim_sharding_type')
-    keys = [key for key in metadata.state_dict_metadata if _OPTIMIZER.match(key)]
-    if not keys:
-        return 'none'
-    if any('.gbuf_idx_' in key for key in keys):
-        return 'dp_reshardable'
-    if isinstance(stored, str) and stored:
-        return stored
-    if content or any(key.startswith('optimizer.state.fp32_param.') for key in keys):
-        return 'plain'
-    return 'fully_reshardable'
+def _stored_objects(
+    directory: Path, metadata: Metadata, key: re.Pattern, stand_in_for: Callable[[str], bool]
+) -> list[Any]:
+    """The objects whose key begins as given, each read at its place in its file."""
+    return [
+        stored.read_object(
+            directory,
+            (place.relative_path, place.offset, place.length),
+            index.fqn,
+            stand_in_for=stand_in_for,
+            trust_hint=_NOTHING_RUNS,
+        )
+        for index, place in metadata.storage_data.items()
+        if key.match(index.fqn)
+    ]
 
 
 def _steps(optimizer_state: Any) -> set[int]:
@@ -240,6 +231,8 @@ def with_overlay(report: ResumeReport) -> list[str]:
     """What resuming does with this package, one statement a line."""
     if report.sharding_type == 'none':
         return ['weights only: the optimizer starts fresh, from the loaded weights']
+    if report.layer_wise:
+        return ['an optimizer that is distributed by layers is left to megatron-core']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']
@@ -260,7 +253,7 @@ def _stock(report: ResumeReport) -> list[str]:
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']
-    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
+    if report.layer_wise or report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
         return ['as above']
     if report.leaked_steps:
         return ['refused: duplicate values, or lists of different lengths, in the common state']

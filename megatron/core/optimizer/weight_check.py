@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.resume_report import load_dcp_metadata, printable
+from megatron.core.optimizer.resume_report import find_distributed, printable
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -69,18 +69,20 @@ class WeightCheck:
         return '\n'.join(map(printable, lines))
 
 
-def check_weights(directory: Path) -> WeightCheck:
+def check_weights(checkpoint: str | Path) -> WeightCheck:
     """Compare each stored main parameter, in the weight's dtype, with the stored weight.
 
     One stored chunk after the other is read: memory is two chunks, whatever the checkpoint's size.
 
     Args:
-        directory: of one iteration.
+        checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
-        CheckpointingException: the optimizer state isn't stored by parameter, or can't be read.
+        CheckpointingException: there is no distributed checkpoint; the optimizer state isn't
+            stored by parameter, or can't be read.
     """
-    chunks = _Chunks(directory, load_dcp_metadata(directory))
+    directory, metadata = find_distributed(checkpoint)
+    chunks = _Chunks(directory, metadata)
     result = WeightCheck(directory)
     pairs = list(_pairs(chunks.tensors, result))
     if not pairs:

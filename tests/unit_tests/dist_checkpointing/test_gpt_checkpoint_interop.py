@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
     read_checkpoint_layout,
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -30,6 +31,7 @@ from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
 from tools.checkpoint.gpt_into_hybrid import main
 
 MAPS = interop.gpt_compatible_layer_maps('M*-M*-')
+TRACKER = 'latest_checkpointed_iteration.txt'
 
 
 def sharded(key, shape=(2, 3), **kwargs):
@@ -61,15 +63,16 @@ def test_maps_tell_whether_layers_are_computed_in_another_order(pattern, keeps):
         ('|', 'no layers'),
         ('*-/*-', 'MTP'),
         ('/MM', 'MTP'),
-        ('*-G', "'G'"),
-        ('D-', "'D'"),
-        ('+-', r"'\+'"),
+        # callers match on upstream's phrases
+        ('*-G', "'G'.* cannot be translated"),
+        ('D-', "'D'.* cannot be translated"),
+        ('+-', r"'\+'.* cannot be translated"),
         ('*-x', 'x'),
-        ('*-*E', 'dense'),
-        ('**-', '2 attention'),
-        ('M*-M*', '1 MLP'),
-        ('MM', '0 attention'),
-        ('--', '0 attention'),
+        ('*-*E', "dense.* one of '-' or 'E'"),
+        ('**-', '2 attention.* equal, nonzero'),
+        ('M*-M*', '1 MLP.* equal, nonzero'),
+        ('MM', '0 attention.* equal, nonzero'),
+        ('--', '0 attention.* equal, nonzero'),
     ],
 )
 def test_patterns_without_a_gpt_counterpart_are_refused(pattern, reason):
@@ -188,7 +191,8 @@ def test_flattened_state_of_the_deprecated_model_space_format():
 
 
 def test_a_layer_outside_the_pattern_is_named():
-    with pytest.raises(ValueError, match=r"'decoder\.layers\.6\.mlp\.linear_fc1\.weight'.*layer 6"):
+    phrase = 'not part of the hybrid layer pattern'
+    with pytest.raises(ValueError, match=rf"'decoder\.layers\.6\.mlp\S+ .*layer 6, .* {phrase}"):
         interop.retarget_sharded_state_dict_to_gpt_checkpoint(
             {'x': sharded('decoder.layers.6.mlp.linear_fc1.weight')}, MAPS
         )
@@ -311,6 +315,51 @@ def test_weights_on_one_side_only_are_an_error(tmp_path):
         )
 
 
+MOE = {'num_moe_experts': 2}
+EXPERT_BIAS = {'moe_router_score_function': 'sigmoid', 'moe_router_enable_expert_bias': True}
+
+
+@pytest.mark.parametrize(
+    'common, other, argument',
+    [
+        (MOE, EXPERT_BIAS, '--moe-router-enable-expert-bias'),
+        (MOE, {'moe_shared_expert_intermediate_size': 8}, '--moe-shared-expert-intermediate-size'),
+        (MOE, {'add_bias_linear': True}, '--disable-bias-linear'),
+        ({}, {'tied': False}, '--untie-embeddings-and-output-weights'),
+        ({}, {'position_embedding_type': 'learned_absolute'}, '--position-embedding-type'),
+        ({'add_bias_linear': False}, {'add_qkv_bias': True}, '--add-qkv-bias'),
+        ({'normalization': 'RMSNorm'}, {'normalization': 'LayerNorm'}, '--normalization'),
+    ],
+)
+def test_the_argument_that_makes_the_difference_is_named(common, other, argument):
+    pattern = '*E*E' if common is MOE else '*-*-'
+    maps = interop.gpt_compatible_layer_maps(pattern)
+    for has, lacks in ((common, common | other), (common | other, common)):
+        with model_parallel():
+            stored = nested_values(gpt(**has)[0].sharded_state_dict())
+            request = hybrid(pattern, **lacks)[0].sharded_state_dict()
+        layout = layout_from_keys({entry.key: tuple(entry.global_shape) for entry in built(stored)})
+        interop.retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
+        with pytest.raises(CheckpointingException, match=r'\(\d+ such keys') as error:
+            check_sources({'model': request}, layout)
+        assert re.findall(r'--[a-z-]+', str(error.value)) == [argument]
+
+
+def built(entries):
+    for entry in entries:
+        if isinstance(entry, ShardedTensorFactory):
+            yield from built(nested_values({'': entry.build()}))
+        elif isinstance(entry, ShardedTensor):
+            yield entry
+
+
+def test_missing_optimizer_state_is_not_the_model_s():
+    state = {'x': sharded('optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc1.weight')}
+    layout = layout_from_keys({'decoder.layers.mlp.linear_fc1.weight': (1, 2, 3)})
+    with pytest.raises(CheckpointingException, match='--optimizer .or pass --no-load-optim'):
+        check_sources(state, layout)
+
+
 @pytest.mark.parametrize(
     'key',
     [
@@ -402,7 +451,7 @@ def test_mtp_depths_that_do_not_pair_are_refused(tmp_path):
 
 def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     save_gpt(tmp_path / 'iter_0000002')
-    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
+    (tmp_path / TRACKER).write_text('2\n')
     assert main([str(tmp_path), 'M*-*-']) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split('<-')[1].strip() for line in lines if '<-' in line] == [
@@ -418,28 +467,38 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     ]
     assert not any('order' in line for line in lines)
     assert main([str(tmp_path), '*M*--']) == 0
-    assert 'Not in the order of a GPT model' in capsys.readouterr().out
+    assert 'computes its layers in the order' in capsys.readouterr().out
     assert main(['--', str(tmp_path), '-*-*']) == main([str(tmp_path), '-*-*']) == 0
-    shutil.copytree(tmp_path / 'iter_0000002', tmp_path / 'release')
-    assert main([str(tmp_path / 'release'), '*-*-']) == 0
-    assert 'the optimizer starts fresh' in capsys.readouterr().out.splitlines()[-1]
+    capsys.readouterr()
+    for other in ('iter_0000001', 'release'):
+        shutil.copytree(tmp_path / 'iter_0000002', tmp_path / other)
     for path, pattern, reason in [
         (tmp_path, '*-', '2 layers'),
         (tmp_path, '*E*E', 'dense'),
-        (tmp_path / 'nowhere', '*-*-', 'no such directory'),
+        (tmp_path / 'nowhere', '*-*-', "doesn't exist"),
+        (tmp_path / 'iter_0000002', '*-*-', f'random weights; pass --load {tmp_path}.'),
+        (tmp_path / 'iter_0000001', '*-*-', f'pass --load {tmp_path} --ckpt-step 1.'),
+        (tmp_path / 'release', '*-*-', 'whose tracker names it'),
     ]:
         assert main([str(path), pattern]) == 1
         out = capsys.readouterr().out
         assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
-    (tmp_path / 'latest_checkpointed_iteration.txt').write_text('two')
+    (tmp_path / TRACKER).write_text('two')
     assert main([str(tmp_path), '*-*-']) == 1
     assert "holds 'two'" in capsys.readouterr().out
+    (tmp_path / TRACKER).write_text('release')
+    assert main([str(tmp_path), '*-*-']) == 0
+    assert 'the optimizer starts fresh' in capsys.readouterr().out.splitlines()[-1]
+    (tmp_path / 'release/metadata.json').unlink()
+    assert main([str(tmp_path), '*-*-']) == 1
+    assert 'an unfinished checkpoint' in capsys.readouterr().out
 
 
 def test_the_dry_run_tells_of_a_layer_for_all_depths(tmp_path, capsys):
-    save_gpt(tmp_path / 'mtp', mtp_num_layers=1)
+    save_gpt(tmp_path / 'iter_0000001', mtp_num_layers=1)
+    (tmp_path / TRACKER).write_text('1')
     for pattern, depths in (('*-*-/*-', 1), ('*-*-/*-/*-', 2)):
-        assert main([str(tmp_path / 'mtp'), pattern]) == 0
+        assert main([str(tmp_path), pattern]) == 0
         out = capsys.readouterr().out
         assert f'{depths} depth(s)  <-  1 MTP layer(s)' in out
         assert ('--mtp-use-repeated-layer' in out) is (depths > 1)
@@ -451,7 +510,9 @@ class Hostile:
 
 
 def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
-    (tmp_path / '.metadata').write_bytes(pickle.dumps(Hostile()))
+    (tmp_path / TRACKER).write_text('release')
+    (tmp_path / 'release').mkdir()
+    (tmp_path / 'release/.metadata').write_bytes(pickle.dumps(Hostile()))
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out
     assert 'RAN' not in out and 'builtins.print' in out and out.count('\n') == 1

@@ -242,7 +242,7 @@ def test_weights_on_one_side_only_are_an_error(tmp_path):
     for model, reason in [
         ({}, 'output_layer.weight: the checkpoint has it'),
         ({'tied': False, 'num_layers': 1}, r'decoder.layers.2.*the checkpoint has it'),
-        ({'tied': False, 'num_moe_experts': 4}, r'mlp.*does not have it.*--num-layers'),
+        ({'tied': False, 'num_moe_experts': 4}, r'mlp.*does not have it.*--num-experts'),
         (
             {'tied': False, 'position_embedding_type': 'learned_absolute'},
             'position_embeddings.weight: the model needs it',

@@ -76,6 +76,7 @@ def test_real_run_with_offload_and_tracker(tmp_path):
         (('fully_reshardable', set()), 'no step is stored'),
         (('fully_sharded_model_space', {4}), 'is left to megatron-core'),
         (('fully_reshardable', {4}, 0, 0.0), 'megatron-core stores none'),
+        (('fully_reshardable', {4}, 0, None, True), 'by layers is left to megatron-core'),
     ],
 )
 def test_what_resuming_does(report, line):
@@ -100,9 +101,9 @@ def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
     (damaged / 'metadata.json').write_text('{}')
     (damaged / '.metadata').write_bytes(b'no')
     expected = {
-        tmp_path / 'absent': 'not a directory',
-        tmp_path: 'neither metadata.json nor',
-        legacy: 'legacy format',
+        tmp_path / 'absent': "doesn't exist",
+        tmp_path: 'no metadata.json and no latest_checkpointed_iteration.txt',
+        legacy: 'has the format torch; only torch_dist',
         dangling: 'names 7, but',
         damaged: '.metadata: not DCP metadata',
     }

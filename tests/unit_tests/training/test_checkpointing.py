@@ -44,6 +44,8 @@ WITH_OTHER_ARGUMENTS = {
         CHECKPOINTS['hybrid'],
     ),
     'gpt that says hybrid': ({'hybrid_layer_pattern': '*-*-'}, CHECKPOINTS['gpt']),
+    'hybrid of another pattern': ({'hybrid_layer_pattern': '**--'}, CHECKPOINTS['hybrid']),
+    'hybrid of two patterns': ({'hybrid_override_pattern': '**--'}, CHECKPOINTS['hybrid']),
 }
 # name -> the stacked tensor that lacks a layer
 INCOMPLETE = {
@@ -148,7 +150,7 @@ HYBRID_RUN = {
     ),
     'legacy': (
         {'load': 'legacy gpt', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch format.*--ckpt-convert-format torch_dist',
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
     ),
     'pattern missing': (
         {'load': 'gpt', 'hybrid_layer_pattern': None},
@@ -163,12 +165,26 @@ HYBRID_RUN = {
         r"RuntimeError: .*contradicts.*'\*-\*-'.*decoder.final_layernorm",
     ),
 }
+# what megatron makes of `--optimizer muon --use-distributed-optimizer`
+BY_LAYERS = {'use_distributed_optimizer': False, 'use_layer_wise_distributed_optimizer': True}
+HYBRID_CONTRADICTIONS = {
+    'another pattern': (
+        {'load': 'hybrid of another pattern'},
+        r"RuntimeError: .*contradicts.*'\*\*--'.*keys are of layers '\*-\*-'",
+    ),
+    'two patterns': (
+        {'load': 'hybrid of two patterns'},
+        r"RuntimeError: .*contradicts.*'\*-\*-' and '\*\*--'.*decoder.final_norm",
+    ),
+}
+HYBRID_RUN |= HYBRID_CONTRADICTIONS
 LOADS = {
     'gpt': {'load': 'gpt'},
     'gpt in buckets, weights only': {'load': 'gpt in buckets', 'no_load_optim': True},
     'gpt without optimizer, weights only': {'load': 'gpt without optimizer', 'no_load_optim': True},
     'gpt, finetune': {'load': 'gpt', 'finetune': True},
     'gpt without optimizer, finetune': {'load': 'gpt without optimizer', 'finetune': True},
+    'gpt, a run distributed by layers': {'load': 'gpt', **BY_LAYERS},
     'gpt release': {'load': 'gpt release'},
     'gpt release without optimizer': {'load': 'gpt release without optimizer'},
     'hybrid': {'load': 'hybrid'},
@@ -273,6 +289,7 @@ GPT_RUN_LOADS = {
     'hybrid': {'load': 'hybrid'},
     'hybrid, finetune': {'load': 'hybrid', 'finetune': True},
     'hybrid without optimizer, finetune': {'load': 'hybrid without optimizer', 'finetune': True},
+    'hybrid, a run distributed by layers': {'load': 'hybrid', **BY_LAYERS},
     'hybrid release': {'load': 'hybrid release'},
     'hybrid release without optimizer': {'load': 'hybrid release without optimizer'},
     'hybrid in another order': {'load': 'hybrid in another order'},
@@ -282,7 +299,7 @@ GPT_RUN_LOADS = {
 
 
 def test_gpt_run(checkpoints, tmp_path):
-    refused = GPT_RUN | GPT_RUN_WITH_OTHER_WAYS_OUT
+    refused = GPT_RUN | GPT_RUN_WITH_OTHER_WAYS_OUT | HYBRID_CONTRADICTIONS
     outcomes, output = attempt(
         {name: dict(settings) for name, (settings, _) in refused.items()}
         | {name: dict(settings) for name, settings in GPT_RUN_LOADS.items()},

@@ -5,48 +5,46 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import (
-    CheckpointLayout,
-    layout_from_metadata,
-)
+from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
 from megatron.core.optimizer.resume_report import (
-    ResumeReport,
     read_common_state,
     resume_report,
 )
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
-from ..common.paths import RELEASE, parse_iteration_dirname
-from ..common.safe_load import load_dcp_metadata
+from ..common.paths import parse_iteration_dirname
 from ..common.stored import COMMON_FILE, COMMON_KEY, check_file, stored_file
 from ..merge.integrity import MANIFEST, read_manifest
-from ..merge.source import MODEL_KEY, TRAINING_KEY
+from ..merge.source import MODEL_KEY, TRAINING_KEY, read_config
 from . import uses
-from .locate import DCP, DISTRIBUTED, dcp_format
 from .model import describe_model
 from .summary import Amount, CheckpointSummary, OptimizerState, count_files, parallel_sizes
 
 
-def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
+def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     """Look at a checkpoint; its metadata and common state are read, no tensor is.
 
     Raises:
         CheckpointingException: something in it is missing, cut short, damaged, or would have to be
             run
     """
-    metadata = load_dcp_metadata(directory)
-    if format_ == DCP:
-        format_ = dcp_format(directory, metadata)
+    directory, format_, metadata = found.directory, found.format, found.metadata
+    assert metadata is not None  # no legacy one
+    if format_ == DISTRIBUTED:
+        read_config(directory)
     _check_files(directory, metadata)
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
     model = describe_model(layout)
     common: dict[str, Any] = {}
     report = None
-    if format_ == DISTRIBUTED:
+    if format_ in (DISTRIBUTED, FSDP):
         common = read_common_state(directory, metadata)
+    if format_ == DISTRIBUTED:
         report = resume_report(directory, metadata, common)
     parallel = parallel_sizes(common.get('args'))
     iteration = common.get('iteration')
@@ -65,16 +63,21 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
         info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
-    release = directory.name == RELEASE
+    stored = StoredCheckpoint(layout, common, format_, found.release)
     return CheckpointSummary(
         directory=directory,
+        load=found.load,
         format=format_,
         iteration=iteration,
         model=model,
         parallel=parallel,
         parallel_from='the saved arguments' if parallel else '',
         weights=_amounts(weights.values()),
-        optimizer=_optimizer(format_, layout, report, _amounts(training.values())),
+        optimizer=OptimizerState(
+            stored_optimizer_format(stored),
+            None if report is None else sorted(report.steps),
+            _amounts(training.values()),
+        ),
         other_bytes=all_tensors - counted + objects,
         common_state=_common_form(directory, metadata),
         manifest_files=None if manifest is None else len(manifest),
@@ -83,10 +86,8 @@ def summarise_distributed(directory: Path, format_: str) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
-            (uses.hybrid_into_gpt if layout.family == 'hybrid' else uses.gpt_into_hybrid)(
-                format_, layout, common, release
-            ),
-            uses.resume(format_, layout, report, release),
+            (uses.hybrid_into_gpt if layout.family == 'hybrid' else uses.gpt_into_hybrid)(stored),
+            uses.resume(stored, report),
         ],
     )
 
@@ -112,17 +113,6 @@ def _common_form(directory: Path, metadata: Metadata) -> str:
     forms = [COMMON_FILE] if (directory / COMMON_FILE).exists() else []
     forms += [key for key in metadata.state_dict_metadata if key == COMMON_KEY]
     return ' and '.join(forms) or 'none'
-
-
-def _optimizer(
-    format_: str,
-    layout: CheckpointLayout,
-    report: ResumeReport | None,
-    amounts: dict[str, Amount],
-) -> OptimizerState:
-    if report is not None:
-        return OptimizerState(report.sharding_type, sorted(report.steps), amounts)
-    return OptimizerState(format_ if layout.has_optimizer else 'none', None, amounts)
 
 
 def _amounts(entries: Iterable[TensorStorageMetadata]) -> dict[str, Amount]:

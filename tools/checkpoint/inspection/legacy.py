@@ -1,12 +1,13 @@
 """Summary of a legacy (``--ckpt-format torch``) checkpoint, from its mapped rank files."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout, layout_from_keys
+from megatron.core.dist_checkpointing.load_plan import LEGACY_REFUSAL
 
+from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import parse_iteration_dirname
 from ..pp_vpp import model_state
@@ -26,7 +27,6 @@ from ..pp_vpp.survey import (
 )
 from ..pp_vpp.torch_file import MappedFile, read, tensors
 from . import uses
-from .locate import LEGACY
 from .model import describe_model
 from .summary import (
     Amount,
@@ -40,12 +40,13 @@ from .summary import (
 IN_RANK_FILES = 'in rank files'
 
 
-def summarise_legacy(directory: Path) -> CheckpointSummary:
+def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
     """Look at a checkpoint; its rank files are mapped, no tensor is read.
 
     Raises:
         CheckpointError: a file is missing, cut short, damaged, or would have to be run
     """
+    directory = found.directory
     source = rank_files(directory, lambda path: read(path, False).state)
     side = survey_source('', source, False)
     ranks = {home: read(path, False) for home, path in source.files.items()}
@@ -63,6 +64,7 @@ def summarise_legacy(directory: Path) -> CheckpointSummary:
     files, file_bytes = count_files(directory)
     return CheckpointSummary(
         directory=directory,
+        load=found.load,
         format=LEGACY,
         iteration=iteration,
         model=describe_model(_layout(side, ranks)),
@@ -78,12 +80,7 @@ def summarise_legacy(directory: Path) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             _converter(side, ranks),
-            Use(
-                uses.INTEROP,
-                False,
-                'legacy checkpoints are not translated; a GPT run with --ckpt-convert-format '
-                'torch_dist saves it again as one that is',
-            ),
+            Use(uses.INTEROP, False, LEGACY_REFUSAL),
             _resume(optimizer),
         ],
     )

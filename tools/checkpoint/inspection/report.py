@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from ..common.directory import LEGACY
 from ..common.progress import format_bytes
 from ..common.stdout import printable
 from .compare import Comparison
-from .locate import LEGACY
 from .summary import Amount, CheckpointSummary, Model
 
 _SHOWN = 4  # keys of each kind of difference
@@ -27,6 +27,7 @@ def summary_text(summary: CheckpointSummary) -> str:
             if summary.manifest_files is None
             else f'manifest of {_count(summary.manifest_files, "file")}, not checked here'
         ),
+        'loaded by': summary.load or 'nothing: no directory above it has a tracker that names it',
         'on disk': f'{format_bytes(summary.file_bytes)} in {_count(summary.files, "file")}',
     }
     lines = [str(summary.directory), *(f'  {name:16}  {text}' for name, text in rows.items())]

@@ -79,6 +79,7 @@ class CheckpointSummary:
 
     Attributes:
         directory: of the iteration
+        load: arguments with which a run loads it; empty where none do
         format: ``torch_dist``, ``torch`` (legacy), ``fsdp_dtensor`` or ``torch_dcp``
         iteration: as stored, else as the directory's name has it; None where neither does
         model: what the keys tell of the model
@@ -95,6 +96,7 @@ class CheckpointSummary:
     """
 
     directory: Path
+    load: str
     format: str
     iteration: int | None
     model: Model

@@ -35,6 +35,7 @@ from tests.unit_tests.tools.checkpoint.damage import (
     saved,
 )
 from tests.unit_tests.tools.checkpoint.handmade import set_common_form, write_checkpoint
+from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint, main
 from tools.checkpoint.merge.source import MODEL_KEY
@@ -130,9 +131,10 @@ def ends_well(tool, *words):
 
 def dry_run(path):
     """What a load will do: a report and status 0 or 1."""
+    (path.parent / TRACKER).write_text(path.name.removeprefix('iter_'))
     output = io.StringIO()
     with contextlib.redirect_stdout(output), guarded():
-        status = report(str(path), '*-*-')
+        status = report(str(path.parent), '*-*-')
     out = output.getvalue()
     assert status in (0, 1) and out and all(map(str.isprintable, out.split('\n'))), out
     if status == 1:
@@ -346,6 +348,9 @@ def test_rank_file_that_contains_itself(ranks, data):
         {'args': Namespace(optimizer_cpu_offload=torch.zeros(3))},
         {'args': Namespace(hybrid_layer_pattern=torch.zeros(3))},
         {'args': Namespace(num_layers=torch.zeros(3))},
+        {'args': Namespace(padded_vocab_size='x', make_vocab_size_divisible_by=torch.zeros(3))},
+        {'args': Namespace(num_attention_heads=torch.zeros(3), no_rope_freq=torch.ones(3))},
+        {'args': torch.zeros(3)},
         {'args': Namespace(use_distributed_optimizer=torch.zeros(3)), 'content_metadata': None},
     ],
 )

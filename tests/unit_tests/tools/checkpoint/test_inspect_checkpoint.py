@@ -2,9 +2,13 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report as dry_run
+from megatron.core.optimizer.resume_report import read_resume_report
+from megatron.training import checkpointing
 from torch.distributed import checkpoint as dcp
 
 from tests.cpu_megatron.whole_checkpoint import read_tensors
@@ -13,6 +17,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     set_common_form,
     write_checkpoint,
 )
+from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, exchange, narrow, pop, put
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main as convert
@@ -56,7 +61,7 @@ def test_dtypes_and_bytes_are_those_of_the_tensors(real, name):
         sum(len(path.read_bytes()) for path in files),
     )
     assert json.loads(json.dumps(summary.as_json()))['format'] == 'torch_dist'
-    assert str(summary).count('\n') == 15
+    assert str(summary).count('\n') == 16
 
 
 def test_gpt_with_optimizer(real):
@@ -84,11 +89,14 @@ def test_gpt_with_optimizer(real):
 def test_optimizer_formats(real):
     summary = inspect_checkpoint(real / 'buckets')
     assert summary.optimizer.format == 'dp_reshardable'
-    assert use(summary, uses.INTEROP)[1].endswith('(dp_reshardable) is not stored by parameter')
+    assert (
+        "with --no-load-optim: The optimizer state of the checkpoint is 'dp_reshardable'"
+        in use(summary, uses.INTEROP)[1]
+    )
     assert 'only the data-parallel size may change' in use(summary, uses.RESUME)[1]
     summary = inspect_checkpoint(real / 'plain')
     assert summary.optimizer.format == 'plain'
-    assert use(summary, uses.INTEROP)[1].endswith('(plain) is not stored by parameter')
+    assert use(summary, uses.INTEROP)[1].endswith('too, without --use-distributed-optimizer')
 
 
 def test_experts_and_a_model_alone(real):
@@ -135,7 +143,7 @@ def test_manifest(real, tmp_path):
         inspect_checkpoint(out)
 
 
-def test_fsdp_dtensor_is_named(tmp_path):
+def test_fsdp_dtensor_is_named(tmp_path, capsys):
     layers = {
         f'decoder.layers.{i}.{name}': torch.ones(4)
         for i in range(3)
@@ -151,8 +159,53 @@ def test_fsdp_dtensor_is_named(tmp_path):
     summary = inspect_checkpoint(tmp_path / 'iter_0000009')
     assert (summary.format, summary.optimizer.format) == ('fsdp_dtensor', 'fsdp_dtensor')
     assert (summary.model.family, summary.model.layers, summary.iteration) == ('gpt', 3, 9)
-    assert use(summary, uses.INTEROP)[0] and '0.19' in use(summary, uses.INTEROP)[1]
+    works, reason = use(summary, uses.INTEROP)
+    # as the load
+    assert works == hasattr(checkpointing.upstream, '_maybe_setup_gpt_to_hybrid_load')
+    assert ('optimizer state too' if works else 'from megatron-core 0.19 on') in reason
     assert not use(summary, uses.MERGE)[0] and 'fsdp_dtensor' in use(summary, uses.MERGE)[1]
+    (tmp_path / TRACKER).write_text('9')
+    assert dry_run(str(tmp_path), '*-*-*-') == int(not works)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == 'Will load, with its optimizer state.' if works else '0.19 on' in last
+
+
+@pytest.mark.parametrize(
+    'name, args, kind',
+    [
+        ('gpt/iter_0000002', {'use_distributed_optimizer': True}, 'dp_zero_gather_scatter'),
+        (
+            'gpt/iter_0000002',
+            {'use_distributed_optimizer': True, 'ckpt_fully_parallel_save': True},
+            'fully_sharded_model_space',
+        ),
+        ('gpt/iter_0000002', {}, 'fully_sharded_model_space'),
+        ('buckets', {}, 'dp_reshardable'),
+        ('plain', {}, 'plain'),
+    ],
+)
+def test_every_look_says_the_same_without_content_metadata(
+    name, args, kind, real, tmp_path, capsys
+):
+    copy = shutil.copytree(real / name, tmp_path / 'iter_0000002')
+    args = Namespace(**args, num_layers=2, no_save_optim=False)
+    set_common_form(copy, {'iteration': 2, 'args': args}, 'legacy')
+    (tmp_path / TRACKER).write_text('2')
+    summary = inspect_checkpoint(tmp_path)
+    assert summary.load == f'--load {tmp_path}'
+    assert summary.optimizer.format == read_resume_report(tmp_path).sharding_type == kind
+    assert dry_run(str(tmp_path), '*-*-') == 0
+    *_, stored, verdict = capsys.readouterr().out.splitlines()
+    assert stored == f'Optimizer state: {kind}'
+    _, reason = use(summary, uses.INTEROP)
+    if kind == 'plain':
+        assert 'too, without --use-distributed-optimizer' in reason
+        assert verdict == (
+            'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
+        )
+    else:
+        refused = f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only'
+        assert refused in reason and refused in verdict and '--no-load-optim' in verdict
 
 
 def test_legacy_with_virtual_stages(vpp, tmp_path):

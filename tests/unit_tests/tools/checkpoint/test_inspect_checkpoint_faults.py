@@ -185,7 +185,7 @@ def test_unreadable_files(copy, capsys, monkeypatch):
         raise PermissionError(13, 'Permission denied', str(path))
 
     monkeypatch.setattr(Path, 'iterdir', closed)
-    assert f'{copy}: Permission denied' in one_line(capsys, copy)
+    assert f"{copy}: can't be read: Permission denied" in one_line(capsys, copy)
 
 
 @pytest.mark.parametrize('name', ['a b', 'a\nb', 'Größe 模型', 'a:b', b'a\xff', '-x'])
@@ -195,7 +195,7 @@ def test_odd_names(name, copy, capsys):
     assert main([str(odd)]) == 0
     out = capsys.readouterr().out
     out.encode()
-    assert out.count('\n') == 16
+    assert out.count('\n') == 17
     if name in ('a b', 'Größe 模型'):
         assert out.splitlines()[0] == str(odd)
     assert main(['--json', str(odd)]) == 0

@@ -1,0 +1,46 @@
+"""Which arguments of a run decide whether its model has a weight, for messages about one."""
+
+import re
+from collections.abc import Iterable
+
+# The first that is found in a parameter's name counts.
+_ARGUMENTS = (
+    (r'\.router\.expert_bias', '--moe-router-enable-expert-bias'),
+    (r'\.shared_experts\.gate_weight', '--moe-shared-expert-gate'),
+    (r'\.shared_experts\.', '--moe-shared-expert-intermediate-size'),
+    (r'\.[qk]_layernorm\.', '--qk-layernorm'),
+    (r'\.softmax_offset', '--softmax-type'),
+    (r'\.linear_(q|kv)_down_proj|\.linear_kv_up_proj', '--multi-latent-attention'),
+    (r'\.linear_q_(up_)?proj', '--q-lora-rank'),
+    (r'^mtp\.', '--mtp-num-layers'),
+    (r'^output_layer\.weight', '--untie-embeddings-and-output-weights'),
+    (r'^embedding\.position_embeddings\.', '--position-embedding-type'),
+    (r'norm[._]bias', '--normalization'),
+    (r'\.linear_qkv\.bias', '--add-qkv-bias'),
+    (r'\.mlp\.(router|experts)\.\S*weight|\.mlp\.linear_fc\d\.weight', '--num-experts'),
+    (r'bias\d*$', '--disable-bias-linear'),
+)
+_OPTIMIZER_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
+
+
+def arguments_behind(keys: Iterable[str], layers: str) -> str:
+    """Words on which arguments to look at, for weights that one of run and checkpoint lacks.
+
+    Args:
+        keys: of the weights, or of optimizer state of them.
+        layers: the argument that gives the run its layers, for weights that all models have.
+    """
+    found = {argument for key in keys for argument in _arguments(key, layers)}
+    if '--disable-bias-linear' in found:
+        found.discard('--add-qkv-bias')  # of the attention only
+    return f'Give the run the arguments of the one that saved it: {", ".join(sorted(found))}.'
+
+
+def _arguments(key: str, layers: str):
+    name = _OPTIMIZER_RE.sub('', key)
+    argument = next((option for part, option in _ARGUMENTS if re.search(part, name)), layers)
+    yield argument
+    if argument == '--num-experts':
+        yield layers  # it says which MLPs are MoE
+    if name != key:
+        yield '--optimizer (or pass --no-load-optim)'

@@ -1,0 +1,316 @@
+"""What loading a checkpoint does, decided before anything of it is read but its metadata.
+
+``megatron.training`` carries a plan out, the dry run and the inspector print it: one decision, and
+pure data.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
+from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
+from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
+    hybrid_checkpoint_layer_maps,
+    hybrid_checkpoint_pattern,
+)
+from megatron.core.dist_checkpointing.saved_arguments import (
+    contradiction,
+    other_functions,
+    other_weights,
+    saved_pattern,
+)
+
+import megatron_overlay
+
+GPT, HYBRID, OTHER = 'gpt', 'hybrid', 'other'
+TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
+# Optimizer state by parameter, of an optimizer that isn't distributed, or distributed by layers.
+PLAIN = 'plain'
+# Formats of the distributed optimizer that store state by parameter, and that a run can ask for.
+# The older `fully_sharded_model_space` has the same keys, but core makes no request for it since
+# 0.16.
+MODEL_SPACE_FORMATS = ('fully_reshardable',)
+
+LEGACY_REFUSAL = (
+    'legacy torch checkpoints are not translated; a GPT run with --ckpt-convert-format torch_dist '
+    '--ckpt-convert-save DIR saves it again as one that is'
+)
+
+_FSDP_TRANSLATES = (
+    megatron_overlay.finder.upstream_spec(interop.__name__) is not None
+)  # megatron-core from 0.19 on
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What is known of a checkpoint.
+
+    Attributes:
+        layout: as its keys tell; None where they aren't looked at.
+        common: its common state; of that, ``args`` and ``content_metadata`` may be missing.
+        format: ``torch_dist`` or another name of ``--ckpt-format``.
+        release: it is a release, of which nothing but weights is loaded.
+    """
+
+    layout: CheckpointLayout | None
+    common: Mapping[str, Any] = field(default_factory=dict)
+    format: str = TORCH_DIST
+    release: bool = False
+
+    @property
+    def args(self) -> Any:
+        """Saved arguments; without any where the checkpoint has none."""
+        args = self.common.get('args')
+        return SimpleNamespace() if args is None else args
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What the load does; with neither maps nor a refusal, what megatron-core does by itself.
+
+    Attributes:
+        source: ``'gpt'`` or ``'hybrid'``, whose checkpoint is translated; empty where none is.
+        layer_maps: pairs the layers then.
+        load_optim: the optimizer's state is translated too.
+        refusal: why the run can't take the checkpoint; empty when it can.
+        optimizer_refusal: why it can't take the optimizer state, which it asks for.
+        notes: what to tell those who start the run.
+    """
+
+    source: str = ''
+    layer_maps: GPTCompatLayerMaps | None = None
+    load_optim: bool = False
+    refusal: str = ''
+    optimizer_refusal: str = ''
+    notes: tuple[str, ...] = ()
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
+    """What a run does with a checkpoint.
+
+    The checkpoint's keys decide what it is where they are known, the saved arguments elsewhere.
+
+    Args:
+        stored: the checkpoint.
+        args: of the run.
+        run: the model that it builds: ``'gpt'``, ``'hybrid'`` or ``'other'``.
+    """
+    try:
+        source = _family(stored)
+        if (run == HYBRID) == (source == HYBRID):
+            return LoadPlan()
+        if source == GPT:
+            layer_maps, notes = _gpt_into_hybrid(stored, args)
+        else:
+            layer_maps, notes = _hybrid_into_gpt(stored, args, run)
+        refusal = other_weights(args, stored.args)
+        if refusal:
+            raise _RefusedError(refusal)
+    except _RefusedError as reason:
+        return LoadPlan(refusal=str(reason))
+    load_optim, optimizer_refusal = _optimizer(stored, args)
+    whether = 'is loaded' if load_optim else 'starts fresh'
+    return LoadPlan(
+        source=source,
+        layer_maps=layer_maps,
+        load_optim=load_optim,
+        optimizer_refusal=optimizer_refusal,
+        notes=(
+            f'{notes[0]}; optimizer state {whether}.',
+            *notes[1:],
+            *_other_functions(args, stored.args),
+        ),
+    )
+
+
+def any_run(stored: StoredCheckpoint, **arguments: Any) -> SimpleNamespace:
+    """Arguments of a run that is otherwise as the one that saved the checkpoint.
+
+    Its optimizer is one that takes the stored state.
+    """
+    saved = getattr(stored.args, '__dict__', {})
+    own = dict.fromkeys(('hybrid_layer_pattern', 'num_layers', 'no_load_optim', 'finetune'))
+    kind = stored_optimizer_format(stored)
+    return SimpleNamespace(**saved | own | {'use_distributed_optimizer': kind != PLAIN} | arguments)
+
+
+def is_layer_wise(args: Any) -> bool:
+    """Whether the optimizer is distributed by layers.
+
+    Megatron sets this instead of ``use_distributed_optimizer`` for Muon and the like.
+    """
+    return getattr(args, 'use_layer_wise_distributed_optimizer', False) is True
+
+
+def stored_optimizer_format(stored: StoredCheckpoint) -> str:
+    """Sharding type of the distributed optimizer's state, ``'plain'`` for another's, or ``'none'``.
+
+    The keys decide where the content metadata, which isn't there in older checkpoints, can be
+    wrong: an optimizer that is distributed by layers stores its state by parameter in any format.
+    """
+    layout, content = stored.layout, stored.common.get('content_metadata')
+    content = content if isinstance(content, Mapping) else {}
+    if layout is not None and not layout.has_optimizer:
+        return 'none'
+    if stored.format != TORCH_DIST:
+        return stored.format
+    found = content.get('distrib_optim_sharding_type')
+    if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
+        # Upstream's rule for them.
+        full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
+        found = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
+    in_buckets = layout is None or layout.optimizer_in_buckets
+    if not isinstance(found, str) or not found:
+        if layout is None:
+            return PLAIN
+        model_space = any('optimizer.state.param.' in key for key in layout.keys)
+        in_model_space = 'fully_sharded_model_space' if model_space else PLAIN
+        return 'dp_reshardable' if in_buckets else in_model_space
+    return PLAIN if found == 'dp_reshardable' and not in_buckets else found
+
+
+def _family(stored: StoredCheckpoint) -> str:
+    layout = stored.layout
+    if layout is None or layout.family == OTHER:
+        return HYBRID if saved_pattern(stored.args) else GPT
+    reason = contradiction(stored.args, layout)
+    if reason:
+        raise _RefusedError(reason)
+    return layout.family
+
+
+def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLayerMaps, list[str]]:
+    pattern, layout = args.hybrid_layer_pattern, stored.layout
+    if stored.format == FSDP_DTENSOR and not _FSDP_TRANSLATES:
+        raise _RefusedError(
+            'A GPT checkpoint in fsdp_dtensor format goes into a hybrid run from megatron-core '
+            '0.19 on; save it as torch_dist, or upgrade.'
+        )
+    if stored.format not in (TORCH_DIST, FSDP_DTENSOR):
+        raise _RefusedError(
+            f'{stored.format} checkpoints are not translated; save it as torch_dist.'
+        )
+    if not pattern:
+        raise _RefusedError(
+            'The checkpoint is of a GPT model, the run builds a hybrid one: '
+            '--hybrid-layer-pattern must say which of its layers take the GPT layers.'
+        )
+    try:
+        layer_maps = interop.gpt_compatible_layer_maps(pattern, layout)
+    except ValueError as error:
+        raise _RefusedError(str(error)) from error
+    saved_layers = getattr(stored.args, 'num_layers', None)
+    if layout is None and saved_layers not in (None, layer_maps.num_gpt_layers):
+        raise _RefusedError(
+            f'Hybrid layer pattern {pattern!r} takes a GPT checkpoint of '
+            f'{layer_maps.num_gpt_layers} layers, and this one has {saved_layers}: give the '
+            f'pattern as many attention and as many MLP positions.'
+        )
+    notes = [
+        f'GPT checkpoint into a hybrid model: {layer_maps.num_gpt_layers} GPT layers feed '
+        f'{len(layer_maps.attention_to_gpt)} attention and {len(layer_maps.mlp_to_gpt)} MLP layers'
+    ]
+    if layer_maps.fresh_init:
+        notes.append(
+            f'WARNING: {len(layer_maps.fresh_init)} hybrid layer(s) have no source in the GPT '
+            f'checkpoint and start from their fresh initialisation.'
+        )
+    if layout is not None and layout.mtp_depths and not layer_maps.mtp_pattern:
+        notes.append(
+            f'WARNING: the {layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not read: '
+            f"the pattern has no MTP part, such as '/*-'."
+        )
+    return layer_maps, [*notes, *_another_order(layer_maps, pattern)]
+
+
+def _hybrid_into_gpt(
+    stored: StoredCheckpoint, args: Any, run: str
+) -> tuple[GPTCompatLayerMaps, list[str]]:
+    layout, saved = stored.layout, f'(pattern {saved_pattern(stored.args)!r})'
+
+    def refuse(reason: str) -> _RefusedError:
+        return _RefusedError(
+            f'{reason} The hybrid entry point, pretrain_hybrid.py, loads the checkpoint as it is.'
+        )
+
+    if run != GPT:
+        raise refuse(
+            f'The checkpoint is of a hybrid model {saved}, the run builds neither that nor a GPT '
+            f'model.'
+        )
+    if layout is None or stored.format != TORCH_DIST:
+        raise refuse(
+            f'The checkpoint is of a hybrid model {saved}, and goes into a GPT run in torch_dist '
+            f'format only; save it so.'
+        )
+    try:
+        layer_maps = hybrid_checkpoint_layer_maps(layout)
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    pattern, layers = args.hybrid_layer_pattern, layer_maps.num_gpt_layers
+    if args.num_layers not in (None, layers) or pattern:
+        raise refuse(
+            f'The hybrid checkpoint makes a GPT model of {layers} layers, the '
+            f'run has {args.num_layers}{f" and the pattern {pattern!r}" if pattern else ""}: '
+            f'pass --num-layers {layers}, and no --hybrid-layer-pattern.'
+        )
+    announced = (
+        f'hybrid checkpoint into a GPT model: its attention and MLP layers feed {layers} GPT layers'
+    )
+    return layer_maps, [announced, *_another_order(layer_maps, hybrid_checkpoint_pattern(layout))]
+
+
+def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
+    """Whether the optimizer's state is loaded, and what is in the way of that."""
+    if args.no_load_optim or stored.release:
+        return False, ''
+    has_optimizer = stored.layout is None or stored.layout.has_optimizer
+    if not has_optimizer or getattr(stored.args, 'no_save_optim', False) is True:
+        reason = 'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
+        return False, '' if args.finetune else reason
+    kind = stored_optimizer_format(stored)
+    if stored.layout is None or stored.format != TORCH_DIST:
+        return True, ''
+    distributed = args.use_distributed_optimizer or is_layer_wise(args)
+    if kind in MODEL_SPACE_FORMATS and not distributed:
+        return True, (
+            f'The optimizer state of the checkpoint is {kind!r}: pass --use-distributed-optimizer '
+            f'to load it, or --no-load-optim.'
+        )
+    if kind == PLAIN and args.use_distributed_optimizer:
+        return True, (
+            'The optimizer state of the checkpoint is that of an optimizer which is not '
+            'distributed: leave out --use-distributed-optimizer to load it, or pass '
+            '--no-load-optim.'
+        )
+    if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
+        return True, (
+            f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only '
+            f'{" or ".join(MODEL_SPACE_FORMATS)} can be read. Save it again with '
+            f'--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or pass '
+            f'--no-load-optim.'
+        )
+    return True, ''
+
+
+def _another_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> Iterator[str]:
+    if not layer_maps.keeps_gpt_order:
+        yield (
+            f'WARNING: the hybrid model computes its layers in the order {pattern!r}, a GPT '
+            f'model each MLP after its attention: the same weights will compute something else.'
+        )
+
+
+def _other_functions(args: Any, saved: Any) -> Iterator[str]:
+    for name, own, found in other_functions(args, saved):
+        yield (
+            f'WARNING: {name} is {own!r} in this run and was {found!r} in the one that saved the '
+            f'checkpoint: the same weights will compute something else.'
+        )

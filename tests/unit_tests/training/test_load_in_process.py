@@ -1,0 +1,149 @@
+"""``load_checkpoint`` called as embedding frameworks call it: their objects, their ``get_args``."""
+
+import shlex
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cpu_megatron.arguments import with_defaults
+from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
+from tools.checkpoint.common.directory import find_checkpoint
+from tools.checkpoint.common.errors import CheckpointError
+
+RESHARDABLE = ('--ckpt-format=torch_dist', '--dist-ckpt-optim-fully-reshardable')
+ARGUMENTS = [*RESHARDABLE, '--use-distributed-optimizer', '--no-load-rng', '--no-save-rng']
+
+
+@pytest.fixture(autouse=True)
+def groups():
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+    with model_parallel():
+        init_num_microbatches_calculator(0, None, 4, 2, 1)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def args(tmp_path, monkeypatch):
+    """What ``checkpointing`` takes for the run's arguments; nothing else in the process has any."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    paths = [f'--save={tmp_path}/saved', f'--load={tmp_path}/saved']
+    monkeypatch.setattr('sys.argv', ['run', *with_defaults('gpt', [*ARGUMENTS, *paths])])
+    args = parse_args()
+    validate_args(args)
+    monkeypatch.setattr('megatron.training.checkpointing.get_args', lambda: args)
+    return args
+
+
+class ForeignOptimizer:
+    """No more than ``load_checkpoint`` asks an optimizer for; nothing can be set on it."""
+
+    __slots__ = ('loaded',)
+    is_stub_optimizer, param_groups = False, ()
+
+    def sharded_state_dict(self, *args, **kwargs):
+        return {'number': 7}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize('build', [gpt, lambda: hybrid('M*-M*-')])
+def test_a_load_that_translates_nothing_touches_neither_model_nor_optimizer(build, args):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    saved, other = build(), build()
+    if saved[0].config.is_hybrid_model:
+        args.hybrid_layer_pattern = 'M*-M*-'
+    save_checkpoint(3, saved, ForeignOptimizer(), None, 0)
+    optimizer, set_on_model = ForeignOptimizer(), []
+    with mock.patch.object(
+        type(other[0]), '__setattr__', lambda self, *what: set_on_model.append(what)
+    ):
+        assert load_checkpoint(other, optimizer, None)[0] == 3
+    assert optimizer.loaded == {'number': 7}
+    assert not set_on_model
+    for key, value in saved[0].state_dict().items():
+        assert value is None or torch.equal(other[0].state_dict()[key], value), key
+
+
+@pytest.mark.parametrize('finetune', [False, True])
+def test_what_a_translating_load_sets_on_an_instance_it_puts_back(finetune, args):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    source = Training.start(gpt(), distributed_optimizer())
+    source.train(1)
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(hybrid('*-*-'), distributed_optimizer())
+    (model,), optimizer = run.model, run.optimizer
+    own = {
+        owner: mock.Mock(side_effect=owner.load_state_dict, name=str(type(owner)))
+        for owner in (model, optimizer)
+    }
+    for owner, function in own.items():
+        owner.load_state_dict = function
+    args.hybrid_layer_pattern, args.finetune, args.num_layers = '*-*-', finetune, 4
+    assert load_checkpoint(run.model, optimizer, None)[0] == (0 if finetune else 3)
+    for owner, function in own.items():
+        assert function.call_count == 1
+        assert vars(owner)['load_state_dict'] is function
+    assert 'reload_model_params' not in vars(optimizer)
+
+
+TRACKER = 'latest_checkpointed_iteration.txt'
+
+
+def loaded_directory(args, *options):
+    """The directory and type of the checkpoint that megatron loads, given these options."""
+    from megatron.training import checkpointing
+
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    with mock.patch.object(args, 'ckpt_step', int(given.get('--ckpt-step', 0)) or None):
+        _, found, _, kind = checkpointing._load_base_checkpoint(given['--load'], args, rank0=True)
+    parts = found.partition('/mp_rank_')[0] if kind is not None else None
+    return parts, kind
+
+
+@pytest.mark.parametrize('format_', ['torch_dist', 'torch'])
+@pytest.mark.parametrize('latest', ['2', '1', 'release', None])
+def test_a_path_means_what_it_means_to_load(format_, latest, args, tmp_path):
+    from megatron.training.checkpointing import save_checkpoint
+
+    root = tmp_path / "a user's"
+    args.save, args.ckpt_format = str(root), format_
+    args.use_dist_ckpt = format_ != 'torch'
+    for iteration in (1, 2):
+        save_checkpoint(iteration, gpt(), None, None, 0)
+    shutil.copytree(root / 'iter_0000001', root / 'release')
+    tracker = root / TRACKER
+    tracker.unlink() if latest is None else tracker.write_text(f'{latest}\n')
+    for path in (root, root / 'iter_0000001', root / 'iter_0000002', root / 'release'):
+        taken, kind = loaded_directory(args, '--load', str(path))
+        try:
+            found = find_checkpoint(path)
+        except CheckpointError:
+            assert kind is None and path == root
+            continue
+        assert found.given_to_load == (kind is not None)
+        if kind is not None:
+            assert taken == str(found.directory) and found.format == format_
+            assert kind.name == {'torch': 'LEGACY', 'torch_dist': 'GLOBAL'}[format_]
+            assert found.load == shlex.join(['--load', str(root)])
+        elif found.load:
+            assert loaded_directory(args, *shlex.split(found.load))[0] == str(path)
+        else:
+            assert latest == 'release' or path == root / 'release'
+
+
+def test_an_unfinished_checkpoint_is_none(args, tmp_path):
+    from megatron.training.checkpointing import save_checkpoint
+
+    save_checkpoint(1, gpt(), ForeignOptimizer(), None, 0)
+    (tmp_path / 'saved/iter_0000001/metadata.json').unlink()
+    with pytest.raises(CheckpointError, match='unfinished'):
+        find_checkpoint(tmp_path / 'saved')
+    with pytest.raises(BaseException, match='Missing key in checkpoint state_dict: args'):
+        loaded_directory(args, '--load', args.load)
