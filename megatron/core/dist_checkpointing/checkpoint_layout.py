@@ -20,7 +20,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.read_record import Shard
-from torch.distributed.checkpoint import FileSystemReader
+from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[attr-defined]
+    _get_filesystem_reader,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 # The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
@@ -82,7 +84,7 @@ def read_checkpoint_layout(checkpoint_dir: str) -> CheckpointLayout:
         CheckpointingException: there is no readable metadata.
     """
     try:
-        metadata = FileSystemReader(checkpoint_dir).read_metadata()
+        metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
     except Exception as error:
         raise CheckpointingException(
             f'{checkpoint_dir}/.metadata: can not be read ({type(error).__name__}: {error}); '

@@ -141,6 +141,14 @@ def any_run(stored: StoredCheckpoint, **arguments: Any) -> SimpleNamespace:
     return SimpleNamespace(**saved | own | {'use_distributed_optimizer': kind != PLAIN} | arguments)
 
 
+def is_layer_wise(args: Any) -> bool:
+    """Whether the optimizer is distributed by layers.
+
+    Megatron sets this instead of ``use_distributed_optimizer`` for Muon and the like.
+    """
+    return getattr(args, 'use_layer_wise_distributed_optimizer', False) is True
+
+
 def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     """Sharding type of the distributed optimizer's state, ``'plain'`` for another's, or ``'none'``.
 
@@ -160,7 +168,11 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
         found = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
     in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
-        return 'dp_reshardable' if layout is not None and in_buckets else PLAIN
+        if layout is None:
+            return PLAIN
+        model_space = any('optimizer.state.param.' in key for key in layout.keys)
+        in_model_space = 'fully_sharded_model_space' if model_space else PLAIN
+        return 'dp_reshardable' if in_buckets else in_model_space
     return PLAIN if found == 'dp_reshardable' and not in_buckets else found
 
 
@@ -266,8 +278,8 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
     kind = stored_optimizer_format(stored)
     if stored.layout is None or stored.format != TORCH_DIST:
         return True, ''
-    by_layer = getattr(args, 'use_layer_wise_distributed_optimizer', False)
-    if kind in MODEL_SPACE_FORMATS and not args.use_distributed_optimizer and not by_layer:
+    distributed = args.use_distributed_optimizer or is_layer_wise(args)
+    if kind in MODEL_SPACE_FORMATS and not distributed:
         return True, (
             f'The optimizer state of the checkpoint is {kind!r}: pass --use-distributed-optimizer '
             f'to load it, or --no-load-optim.'

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
+from megatron.core.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    is_layer_wise,
+    stored_optimizer_format,
+)
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -47,6 +51,7 @@ class ResumeReport:
         leaked_steps: number of values of per-parameter state in the common state.
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
+        layer_wise: the optimizer is distributed by layers, as of Muon.
     """
 
     checkpoint_dir: Path
@@ -55,6 +60,7 @@ class ResumeReport:
     steps: set[int] = field(default_factory=set)
     leaked_steps: int = 0
     offload_fraction: float | None = None
+    layer_wise: bool = False
 
     @property
     def loads(self) -> bool:
@@ -100,6 +106,7 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
         offload_fraction=_offload_fraction(common.get('args')),
+        layer_wise=is_layer_wise(common.get('args')),
     )
 
 
@@ -132,19 +139,16 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
     place = stored.common_state_place(metadata)
-    common = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
-    if common is not None:
-        return common
-    # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
-    args = _stored_objects(directory, metadata, _ARGUMENTS)
-    return {'args': args[0]} if args else {}
+    state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
+    if state is None:
+        # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
+        args = _stored_objects(directory, metadata, _ARGUMENTS, is_optimizer_class)
+        state = dict(zip(['args'], args, strict=False))
+    return state
 
 
 def _stored_objects(
-    directory: Path,
-    metadata: Metadata,
-    key: re.Pattern[str],
-    stand_in_for: Callable[[str], bool] = is_optimizer_class,
+    directory: Path, metadata: Metadata, key: re.Pattern, stand_in_for: Callable[[str], bool]
 ) -> list[Any]:
     """The objects whose key begins as given, each read at its place in its file."""
     return [
@@ -227,6 +231,8 @@ def with_overlay(report: ResumeReport) -> list[str]:
     """What resuming does with this package, one statement a line."""
     if report.sharding_type == 'none':
         return ['weights only: the optimizer starts fresh, from the loaded weights']
+    if report.layer_wise:
+        return ['an optimizer that is distributed by layers is left to megatron-core']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']
@@ -247,7 +253,7 @@ def _stock(report: ResumeReport) -> list[str]:
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']
-    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
+    if report.layer_wise or report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
         return ['as above']
     if report.leaked_steps:
         return ['refused: duplicate values, or lists of different lengths, in the common state']

@@ -76,6 +76,7 @@ def test_real_run_with_offload_and_tracker(tmp_path):
         (('fully_reshardable', set()), 'no step is stored'),
         (('fully_sharded_model_space', {4}), 'is left to megatron-core'),
         (('fully_reshardable', {4}, 0, 0.0), 'megatron-core stores none'),
+        (('fully_reshardable', {4}, 0, None, True), 'by layers is left to megatron-core'),
     ],
 )
 def test_what_resuming_does(report, line):

@@ -1,5 +1,7 @@
 """``load_checkpoint`` called as embedding frameworks call it: their objects, their ``get_args``."""
 
+import shlex
+import shutil
 from unittest import mock
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from tests.cpu_megatron.arguments import with_defaults
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
+from tools.checkpoint.common.directory import find_checkpoint
+from tools.checkpoint.common.errors import CheckpointError
 
 RESHARDABLE = ('--ckpt-format=torch_dist', '--dist-ckpt-optim-fully-reshardable')
 ARGUMENTS = [*RESHARDABLE, '--use-distributed-optimizer', '--no-load-rng', '--no-save-rng']
@@ -87,3 +91,59 @@ def test_what_a_translating_load_sets_on_an_instance_it_puts_back(finetune, args
         assert function.call_count == 1
         assert vars(owner)['load_state_dict'] is function
     assert 'reload_model_params' not in vars(optimizer)
+
+
+TRACKER = 'latest_checkpointed_iteration.txt'
+
+
+def loaded_directory(args, *options):
+    """The directory and type of the checkpoint that megatron loads, given these options."""
+    from megatron.training import checkpointing
+
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    with mock.patch.object(args, 'ckpt_step', int(given.get('--ckpt-step', 0)) or None):
+        _, found, _, kind = checkpointing._load_base_checkpoint(given['--load'], args, rank0=True)
+    parts = found.partition('/mp_rank_')[0] if kind is not None else None
+    return parts, kind
+
+
+@pytest.mark.parametrize('format_', ['torch_dist', 'torch'])
+@pytest.mark.parametrize('latest', ['2', '1', 'release', None])
+def test_a_path_means_what_it_means_to_load(format_, latest, args, tmp_path):
+    from megatron.training.checkpointing import save_checkpoint
+
+    root = tmp_path / "a user's"
+    args.save, args.ckpt_format = str(root), format_
+    args.use_dist_ckpt = format_ != 'torch'
+    for iteration in (1, 2):
+        save_checkpoint(iteration, gpt(), None, None, 0)
+    shutil.copytree(root / 'iter_0000001', root / 'release')
+    tracker = root / TRACKER
+    tracker.unlink() if latest is None else tracker.write_text(f'{latest}\n')
+    for path in (root, root / 'iter_0000001', root / 'iter_0000002', root / 'release'):
+        taken, kind = loaded_directory(args, '--load', str(path))
+        try:
+            found = find_checkpoint(path)
+        except CheckpointError:
+            assert kind is None and path == root
+            continue
+        assert found.given_to_load == (kind is not None)
+        if kind is not None:
+            assert taken == str(found.directory) and found.format == format_
+            assert kind.name == {'torch': 'LEGACY', 'torch_dist': 'GLOBAL'}[format_]
+            assert found.load == shlex.join(['--load', str(root)])
+        elif found.load:
+            assert loaded_directory(args, *shlex.split(found.load))[0] == str(path)
+        else:
+            assert latest == 'release' or path == root / 'release'
+
+
+def test_an_unfinished_checkpoint_is_none(args, tmp_path):
+    from megatron.training.checkpointing import save_checkpoint
+
+    save_checkpoint(1, gpt(), ForeignOptimizer(), None, 0)
+    (tmp_path / 'saved/iter_0000001/metadata.json').unlink()
+    with pytest.raises(CheckpointError, match='unfinished'):
+        find_checkpoint(tmp_path / 'saved')
+    with pytest.raises(BaseException, match='Missing key in checkpoint state_dict: args'):
+        loaded_directory(args, '--load', args.load)

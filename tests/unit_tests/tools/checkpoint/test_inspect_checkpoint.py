@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from argparse import Namespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report as dry_run
+from megatron.core.optimizer.resume_report import read_resume_report
 from megatron.training import checkpointing
 from torch.distributed import checkpoint as dcp
 
@@ -14,6 +17,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     set_common_form,
     write_checkpoint,
 )
+from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, exchange, narrow, pop, put
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main as convert
@@ -139,7 +143,7 @@ def test_manifest(real, tmp_path):
         inspect_checkpoint(out)
 
 
-def test_fsdp_dtensor_is_named(tmp_path):
+def test_fsdp_dtensor_is_named(tmp_path, capsys):
     layers = {
         f'decoder.layers.{i}.{name}': torch.ones(4)
         for i in range(3)
@@ -160,6 +164,48 @@ def test_fsdp_dtensor_is_named(tmp_path):
     assert works == hasattr(checkpointing.upstream, '_maybe_setup_gpt_to_hybrid_load')
     assert ('optimizer state too' if works else 'from megatron-core 0.19 on') in reason
     assert not use(summary, uses.MERGE)[0] and 'fsdp_dtensor' in use(summary, uses.MERGE)[1]
+    (tmp_path / TRACKER).write_text('9')
+    assert dry_run(str(tmp_path), '*-*-*-') == int(not works)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == 'Will load, with its optimizer state.' if works else '0.19 on' in last
+
+
+@pytest.mark.parametrize(
+    'name, args, kind',
+    [
+        ('gpt/iter_0000002', {'use_distributed_optimizer': True}, 'dp_zero_gather_scatter'),
+        (
+            'gpt/iter_0000002',
+            {'use_distributed_optimizer': True, 'ckpt_fully_parallel_save': True},
+            'fully_sharded_model_space',
+        ),
+        ('gpt/iter_0000002', {}, 'fully_sharded_model_space'),
+        ('buckets', {}, 'dp_reshardable'),
+        ('plain', {}, 'plain'),
+    ],
+)
+def test_every_look_says_the_same_without_content_metadata(
+    name, args, kind, real, tmp_path, capsys
+):
+    copy = shutil.copytree(real / name, tmp_path / 'iter_0000002')
+    args = Namespace(**args, num_layers=2, no_save_optim=False)
+    set_common_form(copy, {'iteration': 2, 'args': args}, 'legacy')
+    (tmp_path / TRACKER).write_text('2')
+    summary = inspect_checkpoint(tmp_path)
+    assert summary.load == f'--load {tmp_path}'
+    assert summary.optimizer.format == read_resume_report(tmp_path).sharding_type == kind
+    assert dry_run(str(tmp_path), '*-*-') == 0
+    *_, stored, verdict = capsys.readouterr().out.splitlines()
+    assert stored == f'Optimizer state: {kind}'
+    _, reason = use(summary, uses.INTEROP)
+    if kind == 'plain':
+        assert 'too, without --use-distributed-optimizer' in reason
+        assert verdict == (
+            'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
+        )
+    else:
+        refused = f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only'
+        assert refused in reason and refused in verdict and '--no-load-optim' in verdict
 
 
 def test_legacy_with_virtual_stages(vpp, tmp_path):
