@@ -37,8 +37,8 @@ virtual pipeline chunks (keys `model0`, `model1`, ...). Optimizer state goes alo
   split    chunks become stages again
   reshape  any stages or chunks to any others, layer by layer
 
-Nothing is written before every input has been checked, an existing output is never replaced, and
-all outputs appear together or not at all.
+Nothing is written before every input has been checked, an existing output is replaced with
+--overwrite only, and all outputs appear together or not at all.
 """
 
 
@@ -185,6 +185,11 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar='N',
         help='rank files written at the same time (default: one a CPU)',
+    )
+    command.add_argument(
+        '--overwrite',
+        action='store_true',
+        help='replace an output that exists, once the new one is complete',
     )
     command.add_argument(
         '--dry-run',
@@ -338,10 +343,15 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
     from .common.progress import format_bytes, format_seconds
     from .common.publish import Interrupted
     from .pp_vpp.convert import Options, execute, prepare
-    from .pp_vpp.table import mapping_table, outputs_summary
+    from .pp_vpp.table import mapping_table, outputs_summary, trackers_summary
 
     options = Options(
-        args.iteration, args.drop_optimizer, args.trust_checkpoints, args.workers, args.dry_run
+        args.iteration,
+        args.drop_optimizer,
+        args.trust_checkpoints,
+        args.workers,
+        args.dry_run,
+        args.overwrite,
     )
     start = time.perf_counter()
     try:
@@ -350,7 +360,8 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
             print(f'note: {note}', file=sys.stderr)
         if args.dry_run:
             written = f'{format_bytes(prepared.bytes)} would be written; nothing was (--dry-run)'
-            plan = [mapping_table(prepared), *outputs_summary(prepared), written]
+            outputs = [*outputs_summary(prepared), *trackers_summary(prepared)]
+            plan = [mapping_table(prepared), *outputs, written]
             return 0 if tell('\n'.join(plan)) else 1
         execute(prepared, options)
     except CheckpointError as error:

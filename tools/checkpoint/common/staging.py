@@ -56,6 +56,23 @@ def make_locked(path: Path, make: Callable[[Path], object]) -> int:
         os.close(descriptor)
 
 
+def lock_directory(path: Path) -> int:
+    """Lock a directory that is there; returns the lock.
+
+    Raises:
+        BlockingIOError: another run has it locked
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:  # no locks here, as above
+        pass
+    return descriptor
+
+
 @contextmanager
 def abandoned(path: Path) -> Iterator[bool]:
     """Whether the process that staged ``path`` is known to be gone; locked for the length of it."""

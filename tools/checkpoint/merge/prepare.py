@@ -112,7 +112,7 @@ def output_target(output_dir: Path, output_iteration: int | None) -> Path:
 
 def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, str]:
     """The tracker that is written beside ``target``: its root and text; none without iteration."""
-    return {} if output_iteration is None else {target.parent: f'{output_iteration}\n'}
+    return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
 def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:

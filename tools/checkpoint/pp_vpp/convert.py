@@ -13,11 +13,18 @@ from ..common.errors import CheckpointError, one_line
 from ..common.paths import (
     RELEASE,
     parse_iteration_dirname,
+    real_path,
     refuse_tracker_directory,
     refuse_unreachable,
 )
 from ..common.progress import progress_bar
-from ..common.publish import UNPUBLISHED, Publication, recover, refuse_existing
+from ..common.publish import (
+    UNPUBLISHED,
+    Publication,
+    recover,
+    refuse_existing,
+    refuse_irreplaceable,
+)
 from . import rank_file, torch_file
 from .commands import Request
 from .discover import FILE_NAME, RankId, refuse_other_files, split_path
@@ -39,6 +46,7 @@ class Options:
         trust: load without restriction on classes
         workers: rank files written at the same time; None for one a CPU
         dry_run: nothing is to be written, nor what a killed run left taken away
+        overwrite: replace outputs that exist
     """
 
     iteration: int | None = None
@@ -46,6 +54,7 @@ class Options:
     trust: bool = False
     workers: int | None = None
     dry_run: bool = False
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Prepared:
         trackers: root of each output to the text of its tracker
         bytes: total size of the tensors to write
         notes: what the user should know
+        replaced: directories of outputs that exist and are to be replaced
     """
 
     surveys: dict[str, SideSurvey]
@@ -88,6 +98,7 @@ class Prepared:
     trackers: dict[Path, str]
     bytes: int
     notes: list[str]
+    replaced: list[Path]
 
 
 def prepare(request: Request, options: Options) -> Prepared:
@@ -109,10 +120,18 @@ def prepare(request: Request, options: Options) -> Prepared:
     text = RELEASE if iteration is None else str(iteration)
     trackers = {root: text for root in request.outputs.values()}
     finished = not options.dry_run and recover(list(targets.values()), trackers)
+    replaced = []
     for target in targets.values():
-        if not (options.dry_run and (target / UNPUBLISHED).exists()):  # a killed run's
-            refuse_existing(target, finished)
+        if options.dry_run and (target / UNPUBLISHED).exists():
+            continue  # a killed run's
+        if not options.overwrite:
+            way_out = 'is replaced with --overwrite only; pass it, or name another'
+            refuse_existing(target, finished, way_out)
+        elif os.path.lexists(target):
+            refuse_irreplaceable(target)
+            replaced.append(target)
     jobs = _jobs(surveys, plan)
+    _refuse_to_replace_sources(jobs, replaced)
     refuse_other_files(
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
     )
@@ -138,7 +157,7 @@ def prepare(request: Request, options: Options) -> Prepared:
         notes.append(f'{of}; the outputs get what Megatron expects there')
     if options.drop_optimizer:
         notes.append('the outputs have no optimizer state; load them with --no-load-optim')
-    return Prepared(surveys, plan, jobs, targets, trackers, size, notes)
+    return Prepared(surveys, plan, jobs, targets, trackers, size, notes, replaced)
 
 
 def execute(prepared: Prepared, options: Options) -> None:
@@ -154,7 +173,9 @@ def execute(prepared: Prepared, options: Options) -> None:
     stop = threading.Event()
     workers = min(len(prepared.jobs), options.workers or os.cpu_count() or 1)
     with (
-        Publication(list(prepared.targets.values()), prepared.trackers) as publication,
+        Publication(
+            list(prepared.targets.values()), prepared.trackers, overwrite=options.overwrite
+        ) as publication,
         progress_bar(prepared.bytes, 'writing', unit='B') as progress,
     ):
 
@@ -302,6 +323,16 @@ def _refuse_same_roots(request: Request) -> None:
             if _in_an_iteration(output, other):
                 raise CheckpointError(
                     f'{output}: lies inside the other output {other}; name another'
+                )
+
+
+def _refuse_to_replace_sources(jobs: Sequence[Job], replaced: Sequence[Path]) -> None:
+    """Links may lead from a source to what is to be replaced."""
+    for target in map(real_path, replaced):
+        for path in (path for job in jobs for path in job.files.values()):
+            if real_path(path).is_relative_to(target):
+                raise CheckpointError(
+                    f'{target}: holds {path}, which is to be converted; name another output'
                 )
 
 

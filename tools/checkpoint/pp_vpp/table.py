@@ -1,7 +1,10 @@
 """The mapping table of a plan, as ``--dry-run`` prints it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from ..common.paths import TRACKER_NAME
+from ..common.trackers import content
 from .convert import Prepared
 from .layout import ChunkId, Move
 
@@ -40,7 +43,7 @@ def mapping_table(prepared: Prepared) -> str:
 
 
 def outputs_summary(prepared: Prepared) -> list[str]:
-    """One line an output: directory, number of files, sizes."""
+    """One line an output: directory, number of files, sizes, and what it replaces."""
     lines = []
     for side, target in prepared.targets.items():
         files = [job for job in prepared.jobs if job.side == side]
@@ -48,9 +51,23 @@ def outputs_summary(prepared: Prepared) -> list[str]:
         virtual = '' if layout.virtual_size is None else f', VPP {layout.virtual_size}'
         lines.append(
             f'{target}: {len(files)} rank file{"s" * (len(files) != 1)}, TP {layout.tensor_size}, '
-            f'PP {layout.pipeline_size}{virtual}'
+            f'PP {layout.pipeline_size}{virtual}{_replaced(prepared, target)}'
         )
     return lines
+
+
+def trackers_summary(prepared: Prepared) -> list[str]:
+    """One line for each tracker that says something else so far."""
+    found = {root: content(root / TRACKER_NAME) for root in prepared.trackers}
+    return [
+        f'{root / TRACKER_NAME}: says {found[root]}, would say {text}'
+        for root, text in prepared.trackers.items()
+        if found[root] not in ('', text)
+    ]
+
+
+def _replaced(prepared: Prepared, target: Path) -> str:
+    return ', replacing what was there' if target in prepared.replaced else ''
 
 
 def _chunk(tp: str, chunk: ChunkId) -> str:

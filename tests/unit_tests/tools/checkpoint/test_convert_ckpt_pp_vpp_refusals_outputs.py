@@ -9,7 +9,26 @@ ONE_STAGE = {
     'output exists': (
         lambda root: (root.parent / 'OUT' / ITERATION).mkdir(parents=True),
         MERGE,
-        'exists',
+        rf'OUT/{ITERATION}: exists, and is replaced with --overwrite only; pass it, or name',
+    ),
+    'file in the place of the output, to be replaced': (
+        lambda root: ((root.parent / 'OUT').mkdir(), (root.parent / 'OUT' / ITERATION).touch()),
+        f'{MERGE} --overwrite --dry-run',
+        f'OUT/{ITERATION}: no directory, and only a directory is replaced',
+    ),
+    'output that holds a part of the source by a link, to be replaced': (
+        lambda root: (
+            (root.parent / 'OUT').mkdir(),
+            (root / ITERATION).rename(root.parent / 'OUT' / ITERATION),
+            (root / ITERATION).symlink_to(root.parent / 'OUT' / ITERATION),
+        ),
+        f'{MERGE} --overwrite --dry-run',
+        f'OUT/{ITERATION}: holds .*, which is to be converted; name another output',
+    ),
+    'source is output, to be replaced': (
+        None,
+        MERGE.replace('OUT', 'SRC') + ' --overwrite',
+        'both source and output',
     ),
     'source is output': (None, MERGE.replace('OUT', 'SRC'), 'both source and output'),
     'source is output by another name': (
