@@ -365,16 +365,12 @@ def mixed_group(path):
 
 
 def check_names(path: Path) -> None:
-    """Compare each stored main parameter with the stored weight of that name."""
+    """Compare each stored weight with the main parameter that is stored under its name."""
     stored = read_tensors(str(path))
-    main = {
-        key: stored[f'optimizer.state.param.{key}']
-        for key in stored
-        if not key.startswith('optimizer.')
-    }
-    assert len(main) > 4
+    weights = {key: value for key, value in stored.items() if not key.startswith('optimizer.')}
     equal(
-        {key: stored[key] for key in main}, {key: main[key].to(stored[key].dtype) for key in main}
+        weights,
+        {key: stored[f'optimizer.state.param.{key}'].to(weights[key].dtype) for key in weights},
     )
 
 
