@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.key_arguments import arguments_behind
+from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE, arguments_behind
 from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 _MODEL_PREFIX_RE = re.compile(r'^(?:(?:model\d*|module)\.)*')
 _LAYER_RE = re.compile(r'decoder\.layers\.(?:(\d+)\.)?(.+)')
 _OBJECT_SHARD_RE = re.compile(r'/shard_[\d.]+_[\d.]+$')
-_OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.')
 _MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
 
 # The number of layers is read from a file, and lists are made of that length.
@@ -125,7 +124,7 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
             f'{layers[0][2]}: a model of {num_layers} layers; the metadata is damaged.'
         )
     family, evidence = _family(names, layers, indexed)
-    optimizer = [key for key in sizes if _OPTIMIZER_KEY_RE.match(key)]
+    optimizer = [key for key in sizes if OPTIMIZER_KEY_RE.match(key)]
     mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
     return CheckpointLayout(
         sizes=sizes,

@@ -20,7 +20,7 @@ _ARGUMENTS = (
     (r'\.mlp\.(router|experts)\.\S*weight|\.mlp\.linear_fc\d\.weight', '--num-experts'),
     (r'bias\d*$', '--disable-bias-linear'),
 )
-_OPTIMIZER_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
+OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
 
 
 def arguments_behind(keys: Iterable[str], layers: str) -> str:
@@ -37,7 +37,7 @@ def arguments_behind(keys: Iterable[str], layers: str) -> str:
 
 
 def _arguments(key: str, layers: str):
-    name = _OPTIMIZER_RE.sub('', key)
+    name = OPTIMIZER_KEY_RE.sub('', key)
     argument = next((option for part, option in _ARGUMENTS if re.search(part, name)), layers)
     yield argument
     if argument == '--num-experts':

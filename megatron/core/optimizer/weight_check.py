@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
 from megatron.core.optimizer.resume_report import find_distributed, printable
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
@@ -135,7 +136,7 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
 
 
 def _is_training_state(key: str) -> bool:
-    return re.match(r'(chained_\d+\.)?optimizer\.|rng_state|rerun_state', key) is not None
+    return key.startswith(('rng_state', 'rerun_state')) or bool(OPTIMIZER_KEY_RE.match(key))
 
 
 def _may_be_remainders(main: torch.Tensor) -> bool:

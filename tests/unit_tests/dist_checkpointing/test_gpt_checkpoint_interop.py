@@ -479,6 +479,8 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
         (tmp_path / 'iter_0000002', '*-*-', f'random weights; pass --load {tmp_path}.'),
         (tmp_path / 'iter_0000001', '*-*-', f'pass --load {tmp_path} --ckpt-step 1.'),
         (tmp_path / 'release', '*-*-', 'whose tracker names it'),
+        (tmp_path / 'iter_0000002/metadata.json', '*-*-', 'is a file'),
+        ('x' * 5000, '*-*-', 'File name too long'),
     ]:
         assert main([str(path), pattern]) == 1
         out = capsys.readouterr().out

@@ -15,10 +15,10 @@ from tests.unit_tests.dist_checkpointing.load_runs import LAST_SAVED, launch, sc
 
 COMMON = [
     *('--ckpt-format=torch_dist', f'--save-interval={LAST_SAVED}'),
-    *('--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable'),
     # the padded vocabulary must not depend on the TP size
     *('--make-vocab-size-divisible-by=16', '--vocab-size=63'),
 ]
+DISTRIBUTED = ('--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable')
 MOE = ['--disable-bias-linear', '--num-experts=4', '--moe-router-topk=2']
 UNTIED = '--untie-embeddings-and-output-weights'
 
@@ -33,6 +33,7 @@ class Case:
     gpt: tuple[str, ...] = ()
     hybrid: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = DISTRIBUTED
 
     @property
     def same_layout(self) -> bool:
@@ -50,6 +51,7 @@ CASES = {
         back=('--use-checkpoint-args',),
     ),
     'experts, untied, bf16': Case(1, '*E*E', [*MOE, UNTIED, '--swiglu', '--bf16']),
+    'not distributed, bf16': Case(1, '*-*-', ['--bf16'], optimizer=()),
     'tp to pp, tied': Case(2, '*-|*-', [], gpt=(TP,), hybrid=(PP,)),
     'pp to tp, untied, gated': Case(2, '*-*-', [UNTIED, '--swiglu'], gpt=(PP,), hybrid=(TP,)),
     'ep to pp': Case(2, '*E*E', MOE, gpt=(EP,), hybrid=(PP,)),
@@ -85,7 +87,7 @@ def work(tmp_path_factory):
                 tasks.append(
                     {
                         'kind': kind,
-                        'arguments': [*COMMON, *case.model, *arguments, *own],
+                        'arguments': [*COMMON, *case.optimizer, *case.model, *arguments, *own],
                         'log': f'{work}/{name}/{run}.log',
                     }
                 )

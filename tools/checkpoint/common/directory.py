@@ -7,12 +7,13 @@ finds none, and the run starts from random weights.
 import os
 import re
 import shlex
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint import Metadata
 
-from .errors import CheckpointError
+from .errors import CheckpointError, one_line
 from .paths import (
     CONFIG_NAME,
     RELEASE,
@@ -63,9 +64,14 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     """
     refuse_url(path)
     path = Path(path)
-    if not os.path.isdir(path):
-        found = 'is a file, expected a directory' if path.exists() else "doesn't exist"
-        raise CheckpointError(f'{path}: {found}')
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: doesn't exist") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: can't be read: {one_line(error)}") from error
+    if not is_directory:
+        raise CheckpointError(f'{path}: is a file, expected a directory')
     given_to_load = os.path.isfile(path / TRACKER_NAME)
     directory = tracker_target(path) if given_to_load else path
     format_, metadata = _format(directory)
@@ -78,7 +84,7 @@ def _format(directory: Path) -> tuple[str, Metadata | None]:
     try:
         names = {entry.name for entry in directory.iterdir()}
     except OSError as error:
-        raise CheckpointError(f"{directory}: can't be read: {error.strerror}") from error
+        raise CheckpointError(f"{directory}: can't be read: {one_line(error)}") from error
     if CONFIG_NAME in names:
         return DISTRIBUTED, load_dcp_metadata(directory)
     if any(name.startswith('mp_rank_') for name in names):

@@ -185,7 +185,7 @@ def test_unreadable_files(copy, capsys, monkeypatch):
         raise PermissionError(13, 'Permission denied', str(path))
 
     monkeypatch.setattr(Path, 'iterdir', closed)
-    assert f"{copy}: can't be read: Permission denied" in one_line(capsys, copy)
+    assert f"{copy}: can't be read: [Errno 13] Permission denied" in one_line(capsys, copy)
 
 
 @pytest.mark.parametrize('name', ['a b', 'a\nb', 'Größe 模型', 'a:b', b'a\xff', '-x'])
