@@ -58,10 +58,15 @@ def content(file: Path) -> str:
 def stage_tracker(temporary: Path, text: str) -> int:
     """Write a file of that line, flushed; returns its lock."""
     lock = make_locked(temporary, lambda path: path.open('x').close())
-    with temporary.open('w') as file:
-        file.write(f'{text}\n')
-        file.flush()
-        fsync(file.fileno())
+    try:
+        with temporary.open('w') as file:
+            file.write(f'{text}\n')
+            file.flush()
+            fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        os.close(lock)
+        raise
     return lock
 
 

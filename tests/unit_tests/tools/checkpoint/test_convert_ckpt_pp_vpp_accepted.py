@@ -142,7 +142,7 @@ def test_path_of_an_iteration(name, pp4, tmp_path):
     (tmp_path / 'LINK').symlink_to('SRC/iter_0000002')
     merge = f'merge --load-dir {tmp_path}/{PATHS[name]} --save-dir {tmp_path}/o --pipeline-size 2'
     assert main(merge.split()) == 0
-    assert (tmp_path / 'o' / 'latest_checkpointed_iteration.txt').read_text() == '2'
+    assert (tmp_path / 'o' / 'latest_checkpointed_iteration.txt').read_text() == '2\n'
     assert same(load(tmp_path / 'o', '00_000')['model1'], load(pp4, '00_002')['model']) == []
 
 

@@ -51,7 +51,7 @@ def test_the_new_output_replaces_all_of_the_old(pp4, first, capsys):
     assert same(models(first), list(model_of(pp4))) == []
     assert files(first) == {'mp_rank_00_000'}  # the first had two tensor ranks
     assert tree(first) == [path for path in before if 'mp_rank_01' not in path]
-    assert {(first / side / TRACKER).read_text() for side in ('edge', 'cloud')} == {'2'}
+    assert {(first / side / TRACKER).read_text() for side in ('edge', 'cloud')} == {'2\n'}
 
 
 def test_overwrite_where_nothing_is(pp4, tmp_path, capsys):
@@ -95,7 +95,7 @@ def test_killed_run_leaves_the_old_or_the_new(name, pp4, pp4_tp2, first):
     assert main(sides_command(pp4, first)) == 1  # without overwriting it only brings this to an end
     source = pp4_tp2 if name in ('edge written', 'renamed 1') else pp4
     assert same(models(first), list(model_of(source))) == []
-    assert {(first / side / TRACKER).read_text() for side in ('edge', 'cloud')} == {'2'}
+    assert {(first / side / TRACKER).read_text() for side in ('edge', 'cloud')} == {'2\n'}
     assert main(command) == 0
     assert same(models(first), list(model_of(pp4))) == []
     assert not [path for path in tree(first) if '.tmp-' in path]

@@ -92,7 +92,7 @@ def test_merge_to_cloud_chunks(source, request, tmp_path):
             f'{ITERATION}/{name}{end}' for name in names for end in ('', '/model_optim_rng.pt')
         ]
         assert tree(side) == sorted([ITERATION, TRACKER, *files])
-        assert (side / TRACKER).read_text() == '2'
+        assert (side / TRACKER).read_text() == '2\n'
         for tp in tps:
             check_merged(load(side, f'{tp:02d}_000'), stage_files(root, tp, stages), 1, 2, len(tps))
     assert load(edge, '00_000')['args'].num_layers_per_virtual_pipeline_stage == 1
@@ -180,7 +180,7 @@ def test_merge_then_split_is_the_identity(source, mode, request, tmp_path):
             *splitting,
         )
     assert tree(back) == tree(root)
-    assert (back / TRACKER).read_text() == '2'
+    assert (back / TRACKER).read_text() == '2\n'
     for path in (root / ITERATION).iterdir():
         before, after = (load(r, path.name[8:]) for r in (root, back))
         assert same(before, after) == []
@@ -321,7 +321,7 @@ def test_release_directory(pp4, tmp_path):
     shutil.copytree(pp4 / ITERATION, source / 'release')
     (source / TRACKER).write_text('release\n')
     convert('merge', '--load-dir', source, '--save-dir', out, '--pipeline-size', '2')
-    assert (out / TRACKER).read_text() == 'release'
+    assert (out / TRACKER).read_text() == 'release\n'
     assert same(load(out, '00_000', 'release')['model0'], load(pp4, '00_000')['model']) == []
 
 
@@ -339,7 +339,7 @@ def test_named_iteration_wins_over_the_tracker(pp4, tmp_path):
         '--iteration',
         '2',
     )
-    assert (tmp_path / 'out' / TRACKER).read_text() == '2'
+    assert (tmp_path / 'out' / TRACKER).read_text() == '2\n'
 
 
 def test_dry_run_prints_the_mapping_and_writes_nothing(pp4, tmp_path, capsys):

@@ -75,7 +75,7 @@ def test_two_targets_appear_together_with_their_trackers(tmp_path):
     seen = []
     write_two(tmp_path, seen.append)
     assert entries(tmp_path) == complete(tmp_path)
-    assert (tmp_path / 'edge/latest_checkpointed_iteration.txt').read_text() == '7'
+    assert (tmp_path / 'edge/latest_checkpointed_iteration.txt').read_text() == '7\n'
     assert list(dict.fromkeys(seen)) == STEPS
 
 
@@ -100,7 +100,7 @@ def test_sigkill_at_each_step_then_the_next_run_publishes(tmp_path, victim):
     else:
         assert STEPS.index(victim) < STEPS.index('renamed 2')
     assert entries(tmp_path) == complete(tmp_path)
-    assert [path.read_text() for path in tmp_path.glob(f'*/{TRACKER_NAME}')] == ['7', '7']
+    assert [path.read_text() for path in tmp_path.glob(f'*/{TRACKER_NAME}')] == ['7\n', '7\n']
 
 
 @pytest.mark.parametrize('later', ['tracker written since', 'never renamed', 'other iteration'])

@@ -79,7 +79,7 @@ def found(root, side):
 
 def tracker(root, side):
     file = root / side / TRACKER_NAME
-    return file.read_text() if file.exists() else None
+    return file.read_text().rstrip('\n') if file.exists() else None
 
 
 def read_by_trackers(root):
@@ -135,18 +135,18 @@ def test_sigkill_at_each_step(tmp_path, in_one_step, victim, again):
 
 
 @pytest.mark.parametrize(
-    'sides, before', [(('edge',), None), (('edge',), '7\n'), (SIDES, '5'), (SIDES, '7')]
+    'sides, before', [(('edge',), None), (('edge',), '7'), (SIDES, '5'), (SIDES, '7')]
 )
 @pytest.mark.parametrize('victim', STEPS)
 def test_one_target_there(tmp_path, victim, sides, before):
     """The other is new; the tracker names another iteration, the same, or is missing."""
     write(tmp_path, 'old', sides=('edge',), overwrite=False)
     file = tmp_path / 'edge' / TRACKER_NAME
-    file.unlink() if before is None else file.write_text(before)
+    file.unlink() if before is None else file.write_text(f'{before}\n')
     killed = os.WIFSIGNALED(in_child(lambda: write(tmp_path, 'new', kill_at(victim), sides)))
     assert len(read_by_trackers(tmp_path)) <= 1
     if tracker(tmp_path, 'edge') == '7':
-        assert found(tmp_path, 'edge') == 'new' or before in ('7', '7\n')
+        assert found(tmp_path, 'edge') == 'new' or before == '7'
     assert tracker(tmp_path, 'edge') in (before, '7', '7 is being replaced')
     assert killed or tracker(tmp_path, 'edge') == '7'
     with pytest.raises(CheckpointError, match='exists'):
