@@ -32,6 +32,7 @@ import megatron_overlay
 
 upstream = megatron_overlay.upstream(__name__)
 
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.optimizer.optimizer import groups_alike  # noqa: E402
 
 HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
@@ -86,12 +87,32 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     def state_dict(self):
         """Upstream's; also of an optimizer that hasn't stepped, to be saved or loaded into."""
         self._initialize_state()
-        state_dict = super().state_dict()
+        with self._step_without_parameters():
+            state_dict = super().state_dict()
         if isinstance(self.optimizer, HybridDeviceOptimizer):
             for group in state_dict['optimizer']['param_groups']:
                 for setting in self.optimizer.own_settings:
                     group.pop(setting, None)
         return state_dict
+
+    @contextmanager
+    def _step_without_parameters(self):
+        """Inside, the optimizer has the step that upstream asks for, also without parameters.
+
+        A rank's part of the buffers may be nothing but padding; what it says isn't stored.
+        """
+        has_none = (
+            isinstance(self.optimizer, (*_TorchAdam, HybridDeviceOptimizer))
+            and not self.optimizer.state
+        )
+        if has_none:
+            step = torch.tensor(0.0, dtype=torch.float32, device='cpu')
+            self.optimizer.state['no parameter'] = {'step': step}
+        try:
+            yield
+        finally:
+            if has_none:
+                del self.optimizer.state['no parameter']
 
     def load_state_dict(self, state_dict):
         """Upstream's; afterwards each parameter counts its steps in a tensor of its own.
@@ -169,7 +190,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     def _unwritten_world_tensors(self):
         # Upstream fills them with zeros. Memory that nobody writes to costs nothing, and of what
         # is not read from the checkpoint only this rank's shards matter.
-        keys = ('param', *getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq')))
+        keys = self._world_tensor_keys()
         return {
             index: {
                 dtype: {
@@ -180,6 +201,9 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
             }
             for index, buffer in enumerate(self.buffers)
         }
+
+    def _world_tensor_keys(self) -> tuple[str, ...]:
+        return 'param', *getattr(self, 'optimizer_state_keys', ('exp_avg', 'exp_avg_sq'))
 
     def _params_in_model_space_order(self):
         """Index in the fully reshardable state, parameter, and this rank's range in it."""
@@ -199,17 +223,66 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
     def sharded_param_state_dp_reshardable(
         self, model_sharded_state_dict, is_loading=False, metadata=None
     ):
-        """Upstream's; a template doesn't ask for ``step``."""
+        """Upstream's; a template doesn't ask for ``step``, nor anyone for what has no element."""
         param_state = super().sharded_param_state_dp_reshardable(
             model_sharded_state_dict, is_loading, metadata
         )
         if is_loading:
             for tensors in self._bucket_entries(param_state):
                 tensors.pop('step', None)
+        for index, buckets in self._bucket_lists(param_state):
+            for bucket in buckets:
+                bucket[:] = [entry for entry in bucket if not _is_without_elements(entry)]
+            # lists of different lengths would come back from a load
+            buckets[:] = [
+                bucket for number, bucket in enumerate(buckets) if self._has_part(index, number)
+            ]
         return param_state
+
+    def _has_part(self, index: int, bucket_index: int) -> bool:
+        """Whether anything of the bucket, but for the padding at its end, is this rank's."""
+        bucket = self.buffers[index].buckets[bucket_index]
+        size = bucket.grad_data.numel() // self.data_parallel_group.size()
+        return self.data_parallel_group.rank() * size < bucket.numel_unpadded
+
+    def get_parameter_state_dp_reshardable(self):
+        """Upstream's; a bucket in which this rank has no parameter has an entry of no elements.
+
+        Upstream refuses such a bucket, and fills it up with padding like the entry that is there.
+        """
+        state = super().get_parameter_state_dp_reshardable()
+        for _, buckets in self._bucket_lists(state):
+            for bucket in buckets:
+                if not bucket:
+                    bucket.append(self._entry_without_elements())
+        return state
+
+    def _entry_without_elements(self) -> dict:
+        config = self.config
+        stored = {'exp_avg': config.exp_avg_dtype, 'exp_avg_sq': config.exp_avg_sq_dtype}
+        dtypes = {key: stored.get(key, torch.float32) for key in self._world_tensor_keys()}
+        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            remainders = config.store_param_remainders and config.bf16
+            dtypes['param'] = torch.int16 if remainders else config.main_params_dtype
+        device = torch.cuda.current_device()
+        return {
+            **{key: torch.empty(0, dtype=dtype, device=device) for key, dtype in dtypes.items()},
+            'gbuf_local_start': 0,
+            'gbuf_local_end': 0,
+            'padding': True,
+        }
 
     def load_parameter_state_from_dp_reshardable(self, state_dict):
         """Upstream's; entries that don't say whether they are padding are parameters."""
+        for index, ranges_by_dtype in enumerate(self.gbuf_ranges):
+            for dtype, ranges in ranges_by_dtype.items():
+                loaded = state_dict.setdefault(index, {}).get(dtype, [])
+                if len(loaded) < len(ranges):
+                    own = iter(loaded)
+                    state_dict[index][dtype] = [
+                        next(own) if self._has_part(index, number) else []
+                        for number in range(len(ranges))
+                    ]
         for tensors in self._bucket_entries(state_dict):
             tensors.setdefault('padding', False)
         super().load_parameter_state_from_dp_reshardable(state_dict)
@@ -226,10 +299,15 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
 
     def _bucket_entries(self, param_state):
         """Each parameter's and each padding's dict in a dp_reshardable state."""
+        for _, buckets in self._bucket_lists(param_state):
+            for bucket in buckets:
+                yield from bucket
+
+    def _bucket_lists(self, param_state):
+        """For each buffer its index and the buckets of a dp_reshardable state."""
         for index in range(len(self.buffers)):
             for buckets in param_state[index].values():
-                for bucket in buckets:
-                    yield from bucket
+                yield index, buckets
 
     def _get_main_param_and_optimizer_states(self, model_param):
         """Upstream's; the main parameter is there once, as ``param``."""
@@ -286,6 +364,11 @@ def _insert_bucket_padding(world_tensors: dict, buckets: list) -> None:
         for bucket, start, size in zip(buckets, starts, sizes, strict=True):
             spread[bucket.offset : bucket.offset + size] = packed[start : start + size]
         world_tensors[key] = spread
+
+
+def _is_without_elements(entry: dict) -> bool:
+    tensors = [value for value in entry.values() if isinstance(value, ShardedTensor)]
+    return all(0 in tensor.local_shape for tensor in tensors)
 
 
 def _size(buckets: list) -> int:

@@ -30,3 +30,36 @@ def empty_group_on_a_rank(path):
         assert empty == 1, f'{empty.item()} ranks have an empty group: one should'
         for sharding_type in FORMATS:
             resumed(path / f'{sharding_type}{index}', sharding_type, **options)
+
+
+def all_frozen_but(*trained: str):
+    """What leaves only parameters with the given names to train."""
+
+    def freeze(model: torch.nn.Module) -> None:
+        for name, param in model.named_parameters():
+            param.requires_grad = name.endswith(trained)
+
+    return freeze
+
+
+@fact(17, 'a rank that has no parameter with state, in one of the buckets or in all')
+def rank_without_parameters(path):
+    small, large = 'final_layernorm.weight', 'linear_proj.weight'
+    fully, in_buckets = FORMATS
+    for index, (sharding_type, trained, options) in enumerate(
+        (
+            (in_buckets, (small,), {}),
+            (in_buckets, (small,), {'before': 0, **offload(0.5)}),
+            (in_buckets, (small, large), {'bucket_size': 1}),
+            (fully, (small,), {}),
+            (fully, (small, large), {'bucket_size': 1, **offload(1.0)}),
+        )
+    ):
+        options = {'prepare_model': all_frozen_but(*trained), **options}
+        whole, _ = resumed(path / str(index), sharding_type, **options)
+        own = len(whole.optimizer.get_parameters())
+        both = torch.tensor([own, -own])
+        torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MIN)
+        fewest, most = both[0].item(), -both[1].item()
+        assert fewest == 0 or len(trained) > 1, f'every rank has {fewest} parameters or more'
+        assert fewest < most, f'all ranks have {most} parameters'
