@@ -47,6 +47,7 @@ from megatron.training.gpt_hybrid_load import (
     load_optimizer_when_finetuning,
     make_dicts_of_mixed_lists,
     make_lists_again,
+    zero_moments_of_fresh_layers,
 )
 
 import megatron_overlay
@@ -185,6 +186,7 @@ def _point_at_checkpoint(
     if load.retarget is not None:
         for part in parts.values():
             load.retarget(part, layer_maps)
+    zero_moments_of_fresh_layers([part for key, part in parts.items() if 'optimizer' in key])
     if load.stored is None or load.stored.layout is None:
         return {}
     return check_sources(parts, load.stored.layout, bool(layer_maps.mtp_pattern))

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
@@ -19,6 +20,8 @@ _SCHEDULE = ('lr', 'max_lr', 'min_lr', 'weight_decay', 'start_wd', 'end_wd')
 _KIND = [
     key for key in param_group_identifier_keys if key not in (*_SCHEDULE, 'is_expert_parallel')
 ]
+
+_MOMENTS = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
 
 
 @dataclass
@@ -99,6 +102,22 @@ def _strict_loader(module):
         return original(state_dict, strict=strict)
 
     return load_state_dict
+
+
+def zero_moments_of_fresh_layers(optimizer_state: Any) -> None:
+    """Let the moments of what isn't read begin anew, in a sharded state dict, in place.
+
+    An optimizer that has stepped holds some that belong to other weights of the other layers.
+    """
+    values = optimizer_state.values() if isinstance(optimizer_state, dict) else optimizer_state
+    for value in values:
+        if isinstance(value, (dict, list)):
+            zero_moments_of_fresh_layers(value)
+    if isinstance(optimizer_state, dict):
+        for name in _MOMENTS & optimizer_state.keys():
+            value = optimizer_state[name]
+            if isinstance(value, LocalNonpersistentObject):
+                optimizer_state[name] = LocalNonpersistentObject(torch.zeros_like(value.unwrap()))
 
 
 def make_dicts_of_mixed_lists(state: Any, path: tuple = ()) -> list[tuple]:

@@ -9,6 +9,7 @@ import torch
 
 from tests.cpu_megatron.arguments import with_defaults
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
+from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
 from tools.checkpoint.common.directory import find_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
 
@@ -91,6 +92,37 @@ def test_what_a_translating_load_sets_on_an_instance_it_puts_back(finetune, args
         assert function.call_count == 1
         assert vars(owner)['load_state_dict'] is function
     assert 'reload_model_params' not in vars(optimizer)
+
+
+@pytest.mark.parametrize('distributed', [True, False])
+def test_a_run_that_has_stepped_forgets_the_moments_of_fresh_layers(distributed, args, tmp_path):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    options = {'bf16': True, 'use_distributed_optimizer': distributed}
+    args.use_distributed_optimizer = distributed
+    source = Training.start(gpt(bf16=True), distributed_optimizer(**options))
+    source.train(1)
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(hybrid('M*-*-', bf16=True), distributed_optimizer(**options))
+    run.train(1)
+    args.save = str(tmp_path / 'before')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    args.hybrid_layer_pattern, args.num_layers = 'M*-*-', 5
+    load_checkpoint(run.model, run.optimizer, None)
+    args.save = str(tmp_path / 'after')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    stored, before, after = (
+        read_tensors(f'{tmp_path}/{name}/iter_0000003') for name in ('saved', 'before', 'after')
+    )
+    fresh = {key for key in after if 'decoder.layers.0.' in key}
+    moments = {key for key in fresh if '.exp_avg' in key}
+    assert len(moments) * 2 == len(fresh)  # beside the weights and their main parameters
+    for key, value in after.items():
+        if key in moments:
+            assert before[key].any() and not value.any(), key
+        else:
+            source = before[key] if key in fresh else gpt_source(stored, key, 'M*-*-')
+            assert torch.equal(value, source), key
 
 
 TRACKER = 'latest_checkpointed_iteration.txt'
