@@ -10,6 +10,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.overlay import why_not_active
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
     options = parser.parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
-    reason = _why_not_active()
+    reason = why_not_active(
+        'megatron.training.checkpointing', 'megatron.core.dist_checkpointing.gpt_checkpoint_plan'
+    )
     if reason:
         return complain(reason)
     with quiet_imports():
@@ -52,25 +55,6 @@ def _with_pattern_last(argv: Sequence[str]) -> list[str]:
     if not patterns or '--' in argv:
         return list(argv)
     return [*(word for word in argv if word not in patterns), '--', *patterns]
-
-
-def _why_not_active() -> str | None:
-    """Why a run in this environment would be one of stock megatron-core; None where it isn't."""
-    import megatron_overlay
-    from megatron_overlay._finder import core_version
-
-    if not megatron_overlay.activate():
-        return 'MEGATRON_OVERLAY=0 keeps this package out of the run; unset it.'
-    version, location = core_version()
-    if not location:
-        return 'megatron-core: not found; install it or put a Megatron-LM checkout on the path.'
-    finder = megatron_overlay.finder
-    if not finder.supports(version):
-        return (
-            f'megatron-core {version or "of unknown version"} in {location}: supported are '
-            f'releases of {" and ".join(finder.supported_versions)}.'
-        )
-    return None
 
 
 if __name__ == '__main__':
