@@ -29,13 +29,28 @@ def main() -> int:
         print(f'out: supported are releases of {" and ".join(finder.supported_versions)}')
         return 1
     if finder not in sys.meta_path:
-        print('not active in plain processes: not installed; call megatron_overlay.activate()')
+        print(f'not active in plain processes: {_why_not_registered()}; ', end='')
+        print('call megatron_overlay.activate() before the first import of megatron')
+        return 1
+    if not finder.files:
+        print(f'out: no modules in {finder.tree}; from an archive it does not run')
         return 1
     upstream, left_out = Upstream(finder.upstream_spec), finder.left_out()
     print('active:' if not left_out else 'active in part:')
     for name in sorted(finder.files):
         print(f'  {_role(name, upstream, left_out)}')
     return bool(left_out)
+
+
+def _why_not_registered() -> str:
+    packages = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    start_up_file = os.path.join(packages, 'megatron_overlay.pth')
+    if not os.path.exists(start_up_file):
+        return 'not installed'
+    return (
+        f'{start_up_file} was not run, as python was started with -S, or finds the package by '
+        f'PYTHONPATH (after `pip install --target`)'
+    )
 
 
 def _role(name: str, upstream: Upstream, left_out: dict[str, str]) -> str:
