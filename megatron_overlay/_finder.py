@@ -1,11 +1,11 @@
-"""The meta-path finder behind :func:`megatron_overlay.activate`."""
+"""The meta-path finder behind :func:`megatron_overlay.activate`.
+
+What every interpreter start loads: other modules are imported where megatron is.
+"""
 
 import _thread
-import importlib.machinery
-import importlib.util
 import os
 import sys
-from types import SimpleNamespace
 
 _NAMESPACE = 'megatron'
 _MODULE_ATTRIBUTES = frozenset(
@@ -44,6 +44,8 @@ class OverlayFinder:
             # Other finders, asked for upstream's module, may ask this one.
             if self._looking or fullname in self._left_out_with_a_warning():
                 return None
+        import importlib.util
+
         return importlib.util.spec_from_file_location(fullname, self.files[fullname])
 
     def left_out(self) -> dict[str, str]:
@@ -122,8 +124,10 @@ class OverlayFinder:
         return None
 
 
-def execute_upstream(finder: OverlayFinder, name: str) -> SimpleNamespace:
+def execute_upstream(finder: OverlayFinder, name: str):
     """See :func:`megatron_overlay.upstream`."""
+    from types import SimpleNamespace
+
     spec = finder.upstream_spec(name)
     if spec is None:
         raise ImportError(f'megatron-core {core_version()[0]} has no module {name}', name=name)
@@ -153,6 +157,8 @@ def core_version() -> tuple[str, str]:
         ``('', '')`` where there is no megatron-core, ``('', directory)`` for one that doesn't
         tell its version.
     """
+    import importlib.util
+
     try:
         spec = importlib.util.find_spec(f'{_NAMESPACE}.core')
     except ModuleNotFoundError:
