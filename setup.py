@@ -1,5 +1,6 @@
 """Builds a wheel that owns no path of megatron-core: the overlay's tree goes below its package."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -19,11 +20,20 @@ class BuildWithStartUpFile(build_py):
     """Adds the file that registers the finder at interpreter start."""
 
     def run(self):
+        if not self.editable_mode:
+            # Files that have left the tree since the last build would be in the wheel.
+            shutil.rmtree(Path(self.build_lib, 'megatron_overlay'), ignore_errors=True)
         super().run()
-        Path(self.build_lib, START_UP_FILE).write_text(START_UP_LINE)
+        self._start_up_file().write_text(START_UP_LINE)
 
     def get_outputs(self, include_bytecode=1):
-        return [*super().get_outputs(include_bytecode), str(Path(self.build_lib, START_UP_FILE))]
+        outputs = super().get_outputs(include_bytecode)
+        return outputs if self.editable_mode else [*outputs, str(self._start_up_file())]
+
+    def _start_up_file(self) -> Path:
+        # An editable wheel takes nothing from the build; what it holds is there as if installed.
+        install = self.get_finalized_command('install') if self.editable_mode else None
+        return Path(install.install_purelib if install else self.build_lib, START_UP_FILE)
 
 
 package_dir = {

@@ -3,7 +3,8 @@
     python benchmarks/start_up.py
 
 Starts ``python -c pass`` in a virtual environment with the overlay's wheel and in one without,
-taking turns.
+taking turns. Names the files that a start opens because of the overlay: a thousand ranks open them
+at once, on one network file system.
 """
 
 import argparse
@@ -20,6 +21,12 @@ import zipfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Start-up files are run in the order of their names.
+COUNTER = (
+    'import sys, atexit; sys.opened = getattr(sys, "opened", set()); '
+    'sys.addaudithook(lambda event, args: event == "open" and sys.opened.add(args[0])); '
+    'atexit.register(lambda: print(*sys.opened, sep="\\n"))\n'
+)
 
 
 def main() -> int:
@@ -34,6 +41,7 @@ def main() -> int:
         for _ in range(runs):
             for environment, starts in measured.items():
                 starts.append(start(environment))
+        added = sorted(files_opened(overlaid) - files_opened(plain))
     print('| `python -c pass` | median, ms | least, ms | processor time, median, ms |')
     print('|---|---|---|---|')
     rows = {}
@@ -46,6 +54,7 @@ def main() -> int:
         print(f'| {label} | {" | ".join(f"{cell:.2f}" for cell in cells)} |')
     ratios = (after / before for before, after in zip(without, with_it, strict=True))
     print(f'| ratio | {" | ".join(f"{ratio:.3f}" for ratio in ratios)} |')
+    print(f'\nFiles opened: {len(added)} more, {", ".join(Path(file).name for file in added)}')
     return 0
 
 
@@ -76,6 +85,17 @@ def install(directory: Path, environment: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
     compileall.compile_dir(site_packages, quiet=1)
+
+
+def files_opened(environment: Path) -> set[str]:
+    """What a start opens from its first start-up file on; relative paths in ``environment``."""
+    version = f'python{sysconfig.get_python_version()}'
+    counter = environment / 'lib' / version / 'site-packages' / 'a_counter.pth'
+    counter.write_text(COUNTER)
+    python = environment / 'bin' / 'python'
+    run = subprocess.run([python, '-c', 'pass'], env={}, check=True, capture_output=True, text=True)
+    counter.unlink()
+    return {file.removeprefix(f'{environment}/') for file in run.stdout.splitlines()}
 
 
 def start(environment: Path) -> tuple[float, float]:

@@ -5,13 +5,15 @@ import sys
 
 import megatron_overlay
 from megatron_overlay._finder import core_version
+from megatron_overlay._guard import Upstream
+from megatron_overlay._needs import NEEDS
 
 
 def main() -> int:
     """Print the state of the overlay in this environment.
 
     Returns:
-        0 when the overlay is active over a supported megatron-core, else 1.
+        0 when all of the overlay is active over a supported megatron-core, else 1.
     """
     finder = megatron_overlay.finder
     version, location = core_version()
@@ -27,21 +29,39 @@ def main() -> int:
         print(f'out: supported are releases of {" and ".join(finder.supported_versions)}')
         return 1
     if finder not in sys.meta_path:
-        print('not active in plain processes: not installed; call megatron_overlay.activate()')
+        print(f'not active in plain processes: {_why_not_registered()}; ', end='')
+        print('call megatron_overlay.activate() before the first import of megatron')
         return 1
-    print('active:')
-    for name, path in sorted(finder.files.items()):
-        print(f'  {_role(name, path, location)}  {name}')
-    return 0
+    if not finder.files:
+        print(f'out: no modules in {finder.tree}; from an archive it does not run')
+        return 1
+    upstream, left_out = Upstream(finder.upstream_spec), finder.left_out()
+    print('active:' if not left_out else 'active in part:')
+    for name in sorted(finder.files):
+        print(f'  {_role(name, upstream, left_out)}')
+    return bool(left_out)
 
 
-def _role(name: str, path: str, core: str) -> str:
-    with open(path, encoding='utf-8') as file:
-        if 'megatron_overlay.upstream(' in file.read():
-            return 'extends '
-    root = os.path.dirname(os.path.dirname(core))
-    exists = os.path.exists(os.path.join(root, *name.split('.')) + '.py')
-    return 'replaces' if exists else 'adds    '
+def _why_not_registered() -> str:
+    packages = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    start_up_file = os.path.join(packages, 'megatron_overlay.pth')
+    if not os.path.exists(start_up_file):
+        return 'not installed'
+    return (
+        f'{start_up_file} was not run, as python was started with -S, or finds the package by '
+        f'PYTHONPATH (after `pip install --target`)'
+    )
+
+
+def _role(name: str, upstream: Upstream, left_out: dict[str, str]) -> str:
+    package = name.rpartition('.')[0]
+    if not upstream.exists(package):
+        return f'absent    {name}: megatron-core came without {package}'
+    if name in left_out:
+        return f'out       {name}: {left_out[name]}'
+    if NEEDS[name]['extends']:
+        return f'extends   {name}'
+    return f'replaces  {name}' if upstream.exists(name) else f'adds      {name}'
 
 
 if __name__ == '__main__':

@@ -1,10 +1,11 @@
-"""The meta-path finder behind :func:`megatron_overlay.activate`, and the version guard."""
+"""The meta-path finder behind :func:`megatron_overlay.activate`.
 
-import importlib.machinery
-import importlib.util
+What every interpreter start loads: other modules are imported where megatron is.
+"""
+
+import _thread
 import os
 import sys
-from types import SimpleNamespace
 
 _NAMESPACE = 'megatron'
 _MODULE_ATTRIBUTES = frozenset(
@@ -17,14 +18,16 @@ class OverlayFinder:
 
     Attributes:
         tree: directory that holds the overlay's ``megatron`` folder.
-        supported_versions: ``MAJOR.MINOR`` strings of the megatron-core releases it applies to.
+        supported_versions: ``MAJOR.MINOR`` of the megatron-core series it is tested on.
     """
 
     def __init__(self, tree: str, supported_versions: tuple[str, ...]):
         self.tree = tree
         self.supported_versions = supported_versions
         self._files: dict[str, str] | None = None
-        self._applies: bool | None = None
+        self._left_out: dict[str, str] | None = None
+        self._lock = _thread.RLock()
+        self._looking = self._told = False
 
     @property
     def files(self) -> dict[str, str]:
@@ -37,46 +40,94 @@ class OverlayFinder:
         """Spec of the overlay's file for ``fullname``; None leaves the name to upstream."""
         if not fullname.startswith(_NAMESPACE + '.') or fullname not in self.files:
             return None
-        if not self.applies():
-            return None
+        with self._lock:
+            # Other finders, asked for upstream's module, may ask this one.
+            if self._looking or fullname in self._left_out_with_a_warning():
+                return None
+        import importlib.util
+
         return importlib.util.spec_from_file_location(fullname, self.files[fullname])
 
-    def applies(self) -> bool:
-        """Whether this process's megatron-core is a supported version; warns once when not."""
-        if self._applies is None:
-            version, location = core_version()
-            self._applies = self.supports(version)
-            if not self._applies:
-                import warnings
+    def left_out(self) -> dict[str, str]:
+        """The modules that stay upstream's in this process -> what is in their way.
 
-                warnings.warn(
-                    f'megatron_overlay stays out: it supports megatron-core '
-                    f'{" and ".join(self.supported_versions)}, and {location} is version '
-                    f'{version or "unknown"}. megatron-core runs unmodified.',
-                    stacklevel=2,
-                )
-        return self._applies
+        All of them where megatron-core is of no supported version; else those that miss something
+        they need of it, and what depends on them.
+        """
+        with self._lock:
+            if self._left_out is None:
+                self._looking = True
+                try:
+                    self._left_out = self._look()
+                finally:
+                    self._looking = False
+            return self._left_out
+
+    def _look(self) -> dict[str, str]:
+        version, _ = core_version()
+        if not self.supports(version):
+            return dict.fromkeys(self.files, f'megatron-core {version or "of unknown version"}')
+        try:
+            from ._guard import left_out
+
+            return left_out(list(self.files), self.upstream_spec)
+        except Exception as error:  # what can't be looked at runs unmodified, too
+            return dict.fromkeys(self.files, f'{type(error).__name__}: {error}')
+
+    def _left_out_with_a_warning(self) -> dict[str, str]:
+        left_out = self.left_out()
+        if left_out and not self._told:
+            self._told = True
+            import warnings
+
+            warnings.warn(self._warning(left_out), stacklevel=3)
+        return left_out
+
+    def _warning(self, left_out: dict[str, str]) -> str:
+        version, location = core_version()
+        if not self.supports(version):
+            return (
+                f'megatron_overlay stays out: it supports megatron-core '
+                f'{" and ".join(self.supported_versions)}, and {location} is version '
+                f'{version or "unknown"}. megatron-core runs unmodified.'
+            )
+        missing = {reason: None for reason in left_out.values() if reason[:8] != 'depends '}
+        return (
+            f'megatron_overlay stays out of {", ".join(sorted(left_out))}: {"; ".join(missing)} '
+            f'in megatron-core {version}, {location}. These run unmodified; `python -m '
+            f'megatron_overlay` lists what is in the way of each.'
+        )
 
     def supports(self, version: str) -> bool:
-        """Whether ``version`` is a release of a supported series; a pre-release is not."""
-        series, _, patch = version.rpartition('.')
-        return series in self.supported_versions and patch.isdigit()
+        """Whether ``version`` is of a supported series, as a release or on the way to one.
 
-    def upstream_spec(self, name: str):
-        """Spec of upstream's module ``name``, or None where upstream has no such module."""
+        Checkouts of main bear a release's number for months before and after it.
+        """
+        return '.'.join(version.split('.')[:2]) in self.supported_versions
+
+    def upstream_spec(self, name: str, path=None):
+        """Spec of upstream's module ``name``, or None where upstream has no such module.
+
+        Args:
+            name: dotted.
+            path: of the package that it lies in, where that may not have been imported.
+        """
         parent = sys.modules.get(name.rpartition('.')[0])
-        path = getattr(parent, '__path__', None)
+        path = getattr(parent, '__path__', path)
         for finder in sys.meta_path:
             if finder is self:
                 continue
             spec = finder.find_spec(name, path, None)
-            if spec is not None and spec.origin is not None:
+            # Packages without an `__init__.py` have no origin; what isn't there has neither.
+            if spec is not None and (spec.origin or spec.submodule_search_locations) is not None:
                 return spec
         return None
 
 
-def execute_upstream(finder: OverlayFinder, name: str) -> SimpleNamespace:
+def execute_upstream(finder: OverlayFinder, name: str):
     """See :func:`megatron_overlay.upstream`."""
+    from types import SimpleNamespace
+
     spec = finder.upstream_spec(name)
     if spec is None:
         raise ImportError(f'megatron-core {core_version()[0]} has no module {name}', name=name)
@@ -106,6 +157,8 @@ def core_version() -> tuple[str, str]:
         ``('', '')`` where there is no megatron-core, ``('', directory)`` for one that doesn't
         tell its version.
     """
+    import importlib.util
+
     try:
         spec = importlib.util.find_spec(f'{_NAMESPACE}.core')
     except ModuleNotFoundError:

@@ -1,6 +1,7 @@
 """Start a module in processes of its own, as ``torchrun`` does."""
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL = 6000
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def free_port() -> int:
@@ -82,6 +85,7 @@ def torchrun(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=_end_with_the_caller,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -95,6 +99,12 @@ def torchrun(
     if process.returncode != 0:
         raise AssertionError(f'{target} exited with {process.returncode}\n{output[-TAIL:]}')
     return subprocess.CompletedProcess(command, process.returncode, output, '')
+
+
+def _end_with_the_caller() -> None:
+    # Nobody else ends the run when the process that waits for it is killed.
+    if sys.platform == 'linux':
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def two_at_once(calls: Iterable[Callable[[], object]]) -> None:

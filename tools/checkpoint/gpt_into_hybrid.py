@@ -11,6 +11,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import not_a_url
+from .common.overlay import why_not_active
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the load will work, 1 when it won't; the reason is the last line then.
     """
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
-    reason = _why_not_active()
+    reason = why_not_active(
+        'megatron.training.checkpointing', 'megatron.core.dist_checkpointing.gpt_checkpoint_plan'
+    )
     if reason:
         return complain(reason)
     with quiet_imports():
@@ -60,25 +63,6 @@ def _with_pattern_last(argv: Sequence[str]) -> list[str]:
     if not patterns or '--' in argv:
         return list(argv)
     return [*(word for word in argv if word not in patterns), '--', *patterns]
-
-
-def _why_not_active() -> str | None:
-    """Why a run in this environment would be one of stock megatron-core; None where it isn't."""
-    import megatron_overlay
-    from megatron_overlay._finder import core_version
-
-    if not megatron_overlay.activate():
-        return 'MEGATRON_OVERLAY=0 keeps this package out of the run; unset it.'
-    version, location = core_version()
-    if not location:
-        return 'megatron-core: not found; install it or put a Megatron-LM checkout on the path.'
-    finder = megatron_overlay.finder
-    if not finder.supports(version):
-        return (
-            f'megatron-core {version or "of unknown version"} in {location}: supported are '
-            f'releases of {" and ".join(finder.supported_versions)}.'
-        )
-    return None
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,3 +112,39 @@ def test_a_run_that_takes_too_long_is_ended(launcher):
 def test_an_adam_that_comes_too_late_is_told():
     with pytest.raises(AssertionError, match='torch_adam already'):
         warm.run(1, 'tests.cpu_megatron.pretrain', 'gpt', '--cpu-optimizer', 'fused_adam')
+
+
+WAITS_FOR_A_RUN = """
+import sys
+from tests.cpu_megatron.torchrun import torchrun
+torchrun(1, 'sleeper', env={'PYTHONPATH': sys.argv[1]})
+"""
+
+
+def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path):
+    started, ended = tmp_path / 'started', tmp_path / 'ended'
+    (tmp_path / 'sleeper.py').write_text(
+        f'import os, pathlib, time\n'
+        f'pathlib.Path({str(tmp_path / "new")!r}).write_text(str(os.getpid()))\n'
+        f'os.rename({str(tmp_path / "new")!r}, {str(started)!r})\n'
+        f'time.sleep(30)\n'
+        f'pathlib.Path({str(ended)!r}).touch()\n'
+    )
+    waiting = subprocess.Popen([sys.executable, '-c', WAITS_FOR_A_RUN, tmp_path], cwd=REPOSITORY)
+    while not started.exists():
+        assert waiting.poll() is None
+        time.sleep(0.05)
+    waiting.kill()
+    waiting.wait()
+    run = int(started.read_text())
+    while is_running(run):
+        time.sleep(0.05)
+    assert not ended.exists()
+
+
+def is_running(pid):
+    try:
+        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in 'ZX'  # its new parent may not have asked for it yet

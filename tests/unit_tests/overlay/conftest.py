@@ -85,17 +85,27 @@ def other_packages(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope='session')
-def wheel(tmp_path_factory) -> Path:
-    """The overlay's wheel, built from a copy of the sources."""
-    directory = tmp_path_factory.mktemp('wheel')
-    sources = directory / 'sources'
-    sources.mkdir()
+def sources(tmp_path_factory) -> Path:
+    """A copy of what wheels are made of, with what an older build has left behind."""
+    sources = tmp_path_factory.mktemp('sources')
+    stale = (
+        sources / 'build' / 'lib' / 'megatron_overlay' / 'tree' / 'megatron' / 'core' / 'left.py'
+    )
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     for name in WHEEL_SOURCES:
         source = REPOSITORY / name
         if source.is_dir():
             shutil.copytree(source, sources / name, ignore=shutil.ignore_patterns('__pycache__'))
         elif source.exists():
             shutil.copy(source, sources / name)
+    return sources
+
+
+@pytest.fixture(scope='session')
+def wheel(tmp_path_factory, sources) -> Path:
+    """The overlay's wheel."""
+    directory = tmp_path_factory.mktemp('wheel')
     subprocess.run(
         [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-build-isolation']
         + ['--no-index', '--disable-pip-version-check', '-w', directory, sources],

@@ -1,7 +1,10 @@
 """The finder over a tree that has megatron-core's shape and nothing in it, so that it is quick."""
 
+import sys
+
 import pytest
 
+import megatron_overlay as overlay
 from megatron_overlay._finder import OverlayFinder
 from tests.unit_tests.overlay.conftest import REPOSITORY
 
@@ -42,7 +45,7 @@ def release(version, pre_release=''):
         (release('1.19.0'), '1.19.0'),
         (release('0.1.9'), '0.1.9'),
         (release('0.190.0'), '0.190.0'),
-        (release('0.19.0', 'rc0'), '0.19.0rc0'),
+        (release('0.17.0', 'rc0'), '0.17.0rc0'),
         (release('0.20.0', '.dev1'), '0.20.0.dev1'),
         ('VERSION = (0, 19, 2)\n', 'unknown'),
         (None, 'unknown'),
@@ -99,12 +102,22 @@ def test_activating_again_changes_nothing(stock, tree):
     assert run.returncode == 0, run.stderr
 
 
-def test_extending_a_module_that_upstream_lacks_is_an_error(stock, tree):
-    directory = tree(release('0.19.0'))
-    (directory / 'megatron' / 'core' / 'optimizer' / 'distrib_optimizer.py').unlink()
-    code = f'import megatron_overlay\nmegatron_overlay.activate()\n{IMPORT}'
-    run = stock.run('-c', code, path=f'{directory}:{REPOSITORY}')
-    assert 'ImportError: megatron-core 0.19.0 has no module' in run.stderr
+@pytest.mark.parametrize(
+    ('version', 'supported'),
+    [
+        ('0.18.0', True),
+        ('0.18.0rc3', True),
+        ('0.19.0.dev1', True),
+        ('0.19.0+1a2b3c4', True),
+        ('0.19.7', True),
+        ('0.20.0.dev1', False),
+        ('0.1.9', False),
+        ('0', False),
+        ('', False),
+    ],
+)
+def test_versions(version, supported):
+    assert OverlayFinder('', ('0.18', '0.19')).supports(version) is supported
 
 
 def test_names_outside_the_tree_are_left_alone(tmp_path):
@@ -115,3 +128,35 @@ def test_names_outside_the_tree_are_left_alone(tmp_path):
     for name in 'megatron', 'megatron.core', 'megatron.core.other', 'megatronic', 'torch':
         assert finder.find_spec(name) is None
     assert finder.find_spec('megatron.core.added').origin == finder.files['megatron.core.added']
+
+
+class AsksAll:
+    """A finder that wraps what the others find."""
+
+    asked = 0
+
+    def find_spec(self, name, path=None, target=None):
+        self.asked += 1
+        for finder in sys.meta_path:
+            spec = finder is not self and finder.find_spec(name, path, target)
+            if spec:
+                return spec
+
+
+def test_another_finder_that_asks_this_one(monkeypatch):
+    finder, other = OverlayFinder(overlay.finder.tree, ('0.18', '0.19')), AsksAll()
+    others = [each for each in sys.meta_path if each is not overlay.finder]
+    monkeypatch.setattr(sys, 'meta_path', [other, finder, *others])
+    assert finder.left_out() == {} and other.asked
+
+
+def test_what_cannot_be_looked_at_stays_out(monkeypatch):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith('megatron.core.'):
+                raise OSError('no such device')
+
+    finder = OverlayFinder(overlay.finder.tree, ('0.18', '0.19'))
+    monkeypatch.setattr(sys, 'meta_path', [*sys.meta_path[:1], Broken(), *sys.meta_path[1:]])
+    with pytest.warns(UserWarning, match='OSError: no such device'):
+        assert finder.find_spec(NAME) is None

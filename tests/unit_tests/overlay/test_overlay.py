@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import zipapp
 import zipfile
 from pathlib import Path
 
@@ -68,11 +69,13 @@ def test_wheel_owns_no_path_of_another_distribution(wheel):
     assert [name for name in names if not name.startswith(own)] == ['megatron_overlay.pth']
     assert start_up == 'import megatron_overlay; megatron_overlay.activate()\n'
     assert {line.partition(' = ')[0] for line in scripts.splitlines() if '=' in line} == set(TOOLS)
-    # Everything is in it.
-    for folder, place in ('megatron', 'megatron_overlay/tree/megatron'), ('tools', None):
-        place = place or f'megatron_overlay/{folder}'
-        for file in (REPOSITORY / folder).rglob('*.py'):
-            assert f'{place}/{file.relative_to(REPOSITORY / folder)}' in names
+    # Everything is in it, and nothing else.
+    places = [('megatron', 'tree/megatron'), ('tools', 'tools'), ('megatron_overlay', '.')]
+    assert {name for name in names if name.endswith('.py')} == {
+        str(Path('megatron_overlay', place, file.relative_to(REPOSITORY / folder)))
+        for folder, place in places
+        for file in (REPOSITORY / folder).rglob('*.py')
+    }
 
 
 def test_plain_script_under_torchrun_with_core_in_site_packages(installed):
@@ -187,6 +190,73 @@ def test_status_without_megatron(without_core):
 def test_status_in_a_checkout_that_is_not_installed(stock):
     code, lines = status(stock.run('-m', 'megatron_overlay', path=REPOSITORY))
     assert code == 1 and lines[-1].startswith('not active in plain processes')
+
+
+def test_installed_in_editable_mode(stock, sources, tmp_path):
+    environment = copy_environment(stock, tmp_path / 'environment')
+    environment.pip('install', '--no-deps', '--no-index', '--no-build-isolation', '-e', sources)
+    code, lines = status(environment.run('-m', 'megatron_overlay'))
+    assert code == 0 and lines[0].endswith(f'tree {sources}') and 'active:' in lines
+    for command in TOOLS:
+        run = environment.run(environment.root / 'bin' / command, '--help')
+        assert run.returncode == 0 and run.stdout.startswith(f'usage: {command} ')
+
+
+ACTIVATED = """
+import megatron_overlay
+assert megatron_overlay.activate() and not megatron_overlay.finder.left_out()
+"""
+
+
+def test_installed_where_start_up_files_are_not_run(installed, stock, wheel, tmp_path):
+    target = tmp_path / 'target'
+    stock.pip('install', '--no-deps', '--no-index', '--target', target, wheel)
+    for environment, options, path in [
+        (stock, [], target),
+        (installed, ['-S'], installed.site_packages),
+    ]:
+        code, lines = status(environment.run(*options, '-m', 'megatron_overlay', path=path))
+        assert code == 1 and lines[-1] == (
+            f'not active in plain processes: {path}/megatron_overlay.pth was not run, as python '
+            f'was started with -S, or finds the package by PYTHONPATH (after `pip install '
+            f'--target`); call megatron_overlay.activate() before the first import of megatron'
+        )
+        run = environment.run(*options, '-c', ACTIVATED, path=path)
+        assert run.returncode == 0, run.stderr
+
+
+def test_every_start_is_quiet(installed, stock, wheel, tmp_path):
+    active = 'import sys; print(any("Overlay" in type(each).__name__ for each in sys.meta_path))'
+    (tmp_path / 'app').mkdir()
+    (tmp_path / 'app' / '__main__.py').write_text(active)
+    zipapp.create_archive(tmp_path / 'app', tmp_path / 'app.pyz')
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / 'another')
+    read_only = copy_environment(installed, tmp_path / 'read_only')
+    for file in [*read_only.site_packages.rglob('*'), read_only.site_packages]:
+        if not file.is_symlink():
+            file.chmod(0o555 if file.is_dir() else 0o444)
+    for environment, arguments, path, expected in [
+        (installed, ['-c', active], None, True),
+        (installed, ['-I', '-c', active], None, True),
+        (installed, ['-E', '-s', '-c', active], None, True),
+        (installed, ['-W', 'error', '-c', active], None, True),
+        (installed, ['-S', '-c', active], None, False),
+        (installed, [tmp_path / 'app.pyz'], None, True),
+        (installed, ['-c', active], tmp_path / 'another', True),
+        (installed, ['-c', active], stock.site_packages, True),
+        (stock, ['-c', active], installed.site_packages, False),
+        (stock, ['-c', f'import megatron_overlay\n{active}'], wheel, False),
+        (read_only, ['-c', active], None, True),
+    ]:
+        run = environment.run(*arguments, path=path)
+        assert (run.returncode, run.stderr) == (0, ''), arguments
+        assert run.stdout == f'{expected}\n', arguments
+    run = stock.run('-m', 'megatron_overlay', path=wheel)
+    assert run.returncode == 1 and not run.stderr
+    for file in [read_only.site_packages, *read_only.site_packages.rglob('*')]:
+        if not file.is_symlink():
+            file.chmod(0o755)
 
 
 @pytest.mark.parametrize('command', TOOLS)

@@ -4,10 +4,12 @@ What a checkpoint's keys and its optimizer state mean is known to modules of the
 to be active before the first import of megatron.
 """
 
-import megatron_overlay
+from ..common.overlay import why_not_active
 
-if not megatron_overlay.activate():
-    raise ImportError(
-        'MEGATRON_OVERLAY=0 in the environment keeps out the modules that know checkpoints; '
-        'unset it to inspect one'
-    )
+_reason = why_not_active(
+    'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+    'megatron.core.dist_checkpointing.saved_arguments',
+    'megatron.core.optimizer.resume_report',
+)
+if _reason:
+    raise ImportError(_reason)

@@ -24,7 +24,9 @@ from tools.checkpoint import convert_ckpt_pp_vpp
 COMMANDS = documented_commands()
 # Commands that other tests run, by the words they begin with.
 RUN_ELSEWHERE = {
-    'pip install .': 'tests/unit_tests/overlay/conftest.py',
+    'pip install': 'tests/unit_tests/overlay/test_overlay.py',
+    'python -S': 'tests/unit_tests/overlay/test_overlay.py',
+    'python -m tests.unit_tests.overlay.needs': 'tests/unit_tests/overlay/test_guard.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.optimizer.facts': 'tests/unit_tests/optimizer/test_facts.py',
     'torchrun --nproc-per-node 2 -m tests.unit_tests.optimizer.facts': (

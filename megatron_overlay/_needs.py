@@ -1,0 +1,431 @@
+"""What each of the overlay's modules needs of upstream.
+
+Written by ``python -m tests.unit_tests.overlay.needs`` from the modules themselves.
+
+    extends: whether it runs upstream's module of its name.
+    overlay: the overlay's modules that it can't do without.
+    names: upstream's module -> what it imports from there, or uses of it.
+    methods, attributes: upstream's class -> what it calls by `super()`, or uses of `self`.
+    parameters: functions and methods that can go in front of upstream's -> their parameters.
+"""
+
+NEEDS: dict[str, dict] = {
+    'megatron.core.dist_checkpointing.checkpoint_layout': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.dist_checkpointing.read_record',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
+            'megatron.core.dist_checkpointing.mapping': [
+                'ShardedStateDict',
+                'ShardedTensor',
+                'ShardedTensorFactory',
+            ],
+            'megatron.core.dist_checkpointing.strategies.torch': ['_get_filesystem_reader'],
+        },
+    },
+    'megatron.core.dist_checkpointing.explicit_names': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
+    'megatron.core.dist_checkpointing.gpt_checkpoint_interop': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.explicit_names',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
+            'megatron.core.dist_checkpointing.key_arguments',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.dict_utils': ['dict_list_map_inplace'],
+            'megatron.core.dist_checkpointing.mapping': [
+                'LocalNonpersistentObject',
+                'ShardedBase',
+                'ShardedObject',
+                'ShardedStateDict',
+                'ShardedTensor',
+                'ShardedTensorFactory',
+            ],
+        },
+    },
+    'megatron.core.dist_checkpointing.gpt_checkpoint_plan': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.optimizer.resume_report',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+        },
+    },
+    'megatron.core.dist_checkpointing.gpt_layer_maps': {
+        'extends': False,
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_layout'],
+        'names': {
+            'megatron.core.models.hybrid.hybrid_layer_allocation': [
+                'ParsedHybridPattern',
+                'Symbols',
+                'parse_hybrid_pattern',
+            ],
+        },
+    },
+    'megatron.core.dist_checkpointing.hybrid_checkpoint_interop': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.dict_utils': [
+                'dict_list_map_inplace',
+                'nested_values',
+            ],
+            'megatron.core.dist_checkpointing.mapping': [
+                'ShardedBase',
+                'ShardedObject',
+                'ShardedStateDict',
+                'ShardedTensor',
+                'ShardedTensorFactory',
+            ],
+        },
+    },
+    'megatron.core.dist_checkpointing.key_arguments': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
+    'megatron.core.dist_checkpointing.load_plan': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+            'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.saved_arguments',
+        ],
+        'names': {},
+    },
+    'megatron.core.dist_checkpointing.read_record': {
+        'extends': False,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+        },
+    },
+    'megatron.core.dist_checkpointing.saved_arguments': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+        ],
+        'names': {},
+    },
+    'megatron.core.dist_checkpointing.serialization': {
+        'extends': True,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.serialization': [
+                'load_common',
+                'load_common_state_dict',
+            ],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            'drop_leaked_param_state': ['common_state_dict'],
+            'leaked_param_states': ['common_state_dict'],
+            'load_common': ['checkpoint_dir'],
+            'load_common_state_dict': ['checkpoint_dir'],
+        },
+    },
+    'megatron.core.dist_checkpointing.strategies.torch': {
+        'extends': True,
+        'overlay': ['megatron.core.dist_checkpointing.read_record'],
+        'names': {
+            'megatron.core.dist_checkpointing.strategies.torch': ['MCoreLoadPlanner'],
+        },
+        'methods': {
+            'MCoreLoadPlanner': [],
+        },
+        'attributes': {
+            'MCoreLoadPlanner': [],
+        },
+        'parameters': {},
+    },
+    'megatron.core.optimizer.checkpoint_command': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.optimizer.resume_report',
+            'megatron.core.optimizer.weight_check',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+        },
+    },
+    'megatron.core.optimizer.cpu_offloading.hybrid_optimizer': {
+        'extends': True,
+        'overlay': ['megatron.core.optimizer.distrib_optimizer'],
+        'names': {
+            'megatron.core.optimizer.cpu_offloading.hybrid_optimizer': ['HybridDeviceOptimizer'],
+        },
+        'methods': {
+            'HybridDeviceOptimizer': [
+                '_move_new_state_to_right_device',
+                '_register_load_state_dict_hooks',
+                '_update_fp32_params_by_new_state',
+                'dummy_step',
+                'step',
+                'update_fp32_param_by_new_param',
+            ],
+        },
+        'attributes': {
+            'HybridDeviceOptimizer': [
+                'cpu_copy_map_grad',
+                'defaults',
+                'gpu_optimizer',
+                'inner_param_to_orig_param',
+                'param_groups',
+                'param_to_inner_param',
+                'register_load_state_dict_post_hook',
+                'state',
+                'sub_optimizer_kwargs',
+                'sub_optimizers',
+            ],
+        },
+        'parameters': {
+            'HybridDeviceOptimizer._gradients_aside': ['self'],
+            'HybridDeviceOptimizer._move_new_state_to_right_device': ['self'],
+            'HybridDeviceOptimizer._parameters_held': ['self'],
+            'HybridDeviceOptimizer._register_load_state_dict_hooks': ['self'],
+            'HybridDeviceOptimizer._settle_loaded_steps': ['self'],
+            'HybridDeviceOptimizer._update_fp32_params_by_new_state': ['self'],
+            'HybridDeviceOptimizer.dummy_step': ['self'],
+            'HybridDeviceOptimizer.state_dict': ['self'],
+            'HybridDeviceOptimizer.step': ['self', 'closure='],
+            'HybridDeviceOptimizer.update_fp32_param_by_new_param': ['self'],
+            '_keep_own_name': ['cls'],
+            '_to_gpu': ['value'],
+        },
+    },
+    'megatron.core.optimizer.distrib_optimizer': {
+        'extends': True,
+        'overlay': [
+            'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
+            'megatron.core.optimizer.optimizer',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing': ['ShardedTensor'],
+            'megatron.core.optimizer.distrib_optimizer': [
+                'DistributedOptimizer',
+                'HybridDeviceOptimizer',
+            ],
+        },
+        'methods': {
+            'DistributedOptimizer': [
+                '_build_optimizer_group_ranges',
+                '_copy_model_params_to_main_params',
+                '_get_main_param_and_optimizer_states',
+                '_set_main_param_and_optimizer_states',
+                'get_parameter_state_dp_reshardable',
+                'get_parameter_state_dp_zero',
+                'load_parameter_state_from_dp_reshardable',
+                'load_parameter_state_from_dp_zero',
+                'load_state_dict',
+                'sharded_param_state_dp_reshardable',
+                'sharded_param_state_fully_reshardable',
+                'state_dict',
+            ],
+        },
+        'attributes': {
+            'DistributedOptimizer': [
+                '_get_model_param_range_map',
+                'buffers',
+                'config',
+                'data_parallel_group',
+                'ddp_config',
+                'gbuf_ranges',
+                'init_state_fn',
+                'is_stub_optimizer',
+                'model_param_group_index_map',
+                'optimizer',
+            ],
+        },
+        'parameters': {
+            'DistributedOptimizer._bucket_entries': ['self', 'param_state'],
+            'DistributedOptimizer._bucket_lists': ['self', 'param_state'],
+            'DistributedOptimizer._build_optimizer_group_ranges': [
+                'cls',
+                'param_groups',
+                'gbuf_ranges',
+            ],
+            'DistributedOptimizer._copy_model_params_to_main_params': ['self', '*args', '**kwargs'],
+            'DistributedOptimizer._entry_without_elements': ['self'],
+            'DistributedOptimizer._get_main_param_and_optimizer_states': ['self', 'model_param'],
+            'DistributedOptimizer._hand_state_to_sub_optimizers': ['self'],
+            'DistributedOptimizer._has_part': ['self', 'index', 'bucket_index'],
+            'DistributedOptimizer._initialize_state': ['self'],
+            'DistributedOptimizer._params_in_model_space_order': ['self'],
+            'DistributedOptimizer._set_inner_param': ['self', 'model_param', 'main_param'],
+            'DistributedOptimizer._set_main_param_and_optimizer_states': [
+                'self',
+                'model_param',
+                'tensors',
+            ],
+            'DistributedOptimizer._step_without_parameters': ['self'],
+            'DistributedOptimizer._unwritten_world_tensors': ['self'],
+            'DistributedOptimizer._world_tensor_keys': ['self'],
+            'DistributedOptimizer._world_tensors_as_buffers_are': ['self'],
+            'DistributedOptimizer.get_parameter_state_dp_reshardable': ['self'],
+            'DistributedOptimizer.get_parameter_state_dp_zero': ['self', '*args', '**kwargs'],
+            'DistributedOptimizer.load_parameter_state_from_dp_reshardable': ['self', 'state_dict'],
+            'DistributedOptimizer.load_parameter_state_from_dp_zero': ['self', '*args', '**kwargs'],
+            'DistributedOptimizer.load_state_dict': ['self', 'state_dict'],
+            'DistributedOptimizer.sharded_param_state_dp_reshardable': [
+                'self',
+                'model_sharded_state_dict',
+                'is_loading=',
+                'metadata=',
+            ],
+            'DistributedOptimizer.sharded_param_state_fully_reshardable': [
+                'self',
+                'model_sharded_state_dict',
+                'is_loading=',
+                'metadata=',
+            ],
+            'DistributedOptimizer.state_dict': ['self'],
+            '_insert_bucket_padding': ['world_tensors', 'buckets'],
+            '_is_whole': ['state', 'template'],
+            '_is_without_elements': ['entry'],
+            '_share_memory': ['state', 'model_param'],
+            '_size': ['buckets'],
+        },
+    },
+    'megatron.core.optimizer.optimizer': {
+        'extends': True,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.optimizer.optimizer': [
+                'ChainedOptimizer',
+                'param_group_identifier_keys',
+            ],
+        },
+        'methods': {
+            'ChainedOptimizer': ['load_state_dict'],
+        },
+        'attributes': {
+            'ChainedOptimizer': ['chained_optimizers'],
+        },
+        'parameters': {
+            'ChainedOptimizer._with_own_number_of_optimizers': ['self', 'state_dict'],
+            'ChainedOptimizer.load_state_dict': ['self', 'state_dict'],
+            '_settings_for': ['own_groups', 'stored_groups'],
+            'groups_alike': ['own_groups', 'stored_groups', 'keys='],
+        },
+    },
+    'megatron.core.optimizer.resume_report': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.dist_checkpointing.serialization',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+        },
+    },
+    'megatron.core.optimizer.weight_check': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.optimizer.resume_report',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+        },
+    },
+    'megatron.training.checkpointing': {
+        'extends': True,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+            'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.dist_checkpointing.read_record',
+            'megatron.core.dist_checkpointing.saved_arguments',
+            'megatron.core.dist_checkpointing.serialization',
+            'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
+            'megatron.core.optimizer.distrib_optimizer',
+            'megatron.core.optimizer.optimizer',
+            'megatron.training.gpt_hybrid_load',
+        ],
+        'names': {
+            'megatron.core': ['dist_checkpointing'],
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.models.gpt': ['GPTModel'],
+            'megatron.core.models.hybrid': ['hybrid_model'],
+            'megatron.training.checkpointing': [
+                'CheckpointType',
+                '_load_base_checkpoint',
+                'check_checkpoint_args',
+                'generate_state_dict',
+                'get_args',
+                'load_args_from_checkpoint',
+                'load_checkpoint',
+                'print_rank_0',
+                'unwrap_model',
+            ],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            '_is_of_gpt_model': ['legacy_state'],
+            '_kind': ['chunks'],
+            '_load_base_checkpoint': [
+                'load_dir',
+                'args',
+                'rank0=',
+                'sharded_state_dict=',
+                '**kwargs',
+            ],
+            '_look_at_checkpoint': [
+                'load',
+                'args',
+                'state_dict',
+                'checkpoint_name',
+                'release',
+                'ckpt_type',
+            ],
+            '_maybe_setup_gpt_to_hybrid_load': ['args', 'ckpt_args', 'model'],
+            '_on_first_rank': ['read'],
+            '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
+            'check_checkpoint_args': ['checkpoint_args', '*args', '**kwargs'],
+            'generate_state_dict': ['args', 'model', 'optimizer', '*rest', '**kwargs'],
+            'load_args_from_checkpoint': ['args', '*rest', '**kwargs'],
+            'load_checkpoint': [
+                'ddp_model',
+                'optimizer',
+                'opt_param_scheduler',
+                'load_arg=',
+                'strict=',
+                '*args',
+                '**kwargs',
+            ],
+        },
+    },
+    'megatron.training.gpt_hybrid_load': {
+        'extends': False,
+        'overlay': ['megatron.core.dist_checkpointing.load_plan'],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
+            'megatron.core.dist_checkpointing.mapping': ['LocalNonpersistentObject', 'ShardedBase'],
+            'megatron.core.optimizer.optimizer': ['param_group_identifier_keys'],
+        },
+    },
+}
