@@ -52,6 +52,7 @@ from megatron.training.gpt_hybrid_load import (
     load_optimizer_when_finetuning,
     strict_but_for_extra_state,
 )
+from megatron.training.group_schedules import settle_schedules
 from megatron.training.utils import print_rank_0
 
 import megatron_overlay
@@ -109,6 +110,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
         _look_at_checkpoint(load, args, *result)
     else:
         load.loaded = result[0]
+        settle_schedules(result[0], load.optimizer, args)
     return result
 
 

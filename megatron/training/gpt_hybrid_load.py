@@ -8,17 +8,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
-from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
-    param_group_identifier_keys,
-)
 from megatron.training.global_vars import get_args
-
-# What the scheduler sets in a group of parameters, or goes by; and what else tells groups apart.
-# Experts may be in groups of their own in one of the runs and not in the other.
-_SCHEDULE = ('lr', 'max_lr', 'min_lr', 'weight_decay', 'start_wd', 'end_wd')
-_KIND = [
-    key for key in param_group_identifier_keys if key not in (*_SCHEDULE, 'is_expert_parallel')
-]
+from megatron.training.group_schedules import stored_groups, take_schedule
 
 
 @dataclass
@@ -81,7 +72,7 @@ def _strict_loader(load: Load, module):
 def load_optimizer_when_finetuning(load: Load) -> None:
     """Load what upstream leaves alone under ``--finetune``, but for 0.19 and a GPT checkpoint."""
     if load.load_optim and load.loaded is not None and get_args().finetune:
-        _take_own_schedule(load.loaded['optimizer'], load.optimizer)
+        take_schedule(stored_groups(load.loaded['optimizer']), load.optimizer.param_groups)
         load.optimizer.load_state_dict(load.loaded['optimizer'])
 
 
@@ -104,7 +95,7 @@ def finetuning_keeps_the_optimizer(load: Load):
     def load_with_own_schedule(state_dict):
         # Asked for this late, as --pretrained-checkpoint turns it on within the load.
         if load.layer_maps is not None and get_args().finetune:
-            _take_own_schedule(state_dict, optimizer)
+            take_schedule(stored_groups(state_dict), optimizer.param_groups)
         load_state_dict(state_dict)
 
     optimizer.reload_model_params = reload_unless_loaded
@@ -113,33 +104,3 @@ def finetuning_keeps_the_optimizer(load: Load):
         yield
     finally:
         del optimizer.reload_model_params, optimizer.load_state_dict
-
-
-def _take_own_schedule(state_dict: dict, optimizer) -> None:
-    """Give each loaded group what the run's groups of its kind have, where they have the same."""
-    for group in _stored_groups(state_dict):
-        of_its_kind = [own for own in optimizer.param_groups if _kind(own) == _kind(group)]
-        same_rates = [own for own in of_its_kind if _rates(own) == _rates(group)]
-        for alike in (of_its_kind, same_rates):
-            own = {
-                tuple((name, each[name]) for name in _SCHEDULE if name in each) for each in alike
-            }
-            if len(own) == 1:
-                group.update(own.pop())
-                break
-
-
-def _rates(group: dict) -> tuple:
-    return group.get('max_lr'), group.get('min_lr')
-
-
-def _kind(group: dict) -> tuple:
-    return tuple(group.get(key, group.get(f'pre_{key}')) for key in _KIND)
-
-
-def _stored_groups(state_dict: dict):
-    if 'optimizer' in state_dict:
-        yield from state_dict['optimizer']['param_groups']
-    else:
-        for part in state_dict.values():
-            yield from _stored_groups(part)
