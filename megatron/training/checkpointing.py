@@ -49,6 +49,7 @@ from megatron.training.gpt_hybrid_load import (
     make_lists_again,
     zero_moments_of_fresh_layers,
 )
+from megatron.training.group_schedules import settle_schedules
 
 import megatron_overlay
 
@@ -112,6 +113,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     else:
         make_lists_again(result[0], mixed)
         load.loaded = result[0]
+        settle_schedules(result[0], load.optimizer, args)
     return result
 
 

@@ -10,16 +10,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
-    param_group_identifier_keys,
-)
-
-# What the scheduler sets in a group of parameters, or goes by; and what else tells groups apart.
-# Experts may be in groups of their own in one of the runs and not in the other.
-_SCHEDULE = ('lr', 'max_lr', 'min_lr', 'weight_decay', 'start_wd', 'end_wd')
-_KIND = [
-    key for key in param_group_identifier_keys if key not in (*_SCHEDULE, 'is_expert_parallel')
-]
+from megatron.training.group_schedules import stored_groups, take_schedule
 
 _MOMENTS = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
 
@@ -65,7 +56,7 @@ def amend_model_and_optimizer(load: Load) -> None:
 
     def load_with_own_schedule(state_dict):
         if load.args.finetune:
-            _take_own_schedule(state_dict, optimizer)
+            take_schedule(stored_groups(state_dict), optimizer.param_groups)
         load_state_dict(state_dict)
 
     _replace(load, optimizer, 'load_state_dict', load_with_own_schedule)
@@ -162,34 +153,5 @@ def make_lists_again(state: dict, paths: list[tuple]) -> None:
 def load_optimizer_when_finetuning(load: Load) -> None:
     """Load what upstream leaves alone under ``--finetune``, but for 0.19 and a GPT checkpoint."""
     if load.plan.load_optim and load.loaded is not None and load.args.finetune:
+        take_schedule(stored_groups(load.loaded['optimizer']), load.optimizer.param_groups)
         load.optimizer.load_state_dict(load.loaded['optimizer'])
-
-
-def _take_own_schedule(state_dict: dict, optimizer) -> None:
-    """Give each loaded group what the run's groups of its kind have, where they have the same."""
-    for group in _stored_groups(state_dict):
-        of_its_kind = [own for own in optimizer.param_groups if _kind(own) == _kind(group)]
-        same_rates = [own for own in of_its_kind if _rates(own) == _rates(group)]
-        for alike in (of_its_kind, same_rates):
-            own = {
-                tuple((name, each[name]) for name in _SCHEDULE if name in each) for each in alike
-            }
-            if len(own) == 1:
-                group.update(own.pop())
-                break
-
-
-def _rates(group: dict) -> tuple:
-    return group.get('max_lr'), group.get('min_lr')
-
-
-def _kind(group: dict) -> tuple:
-    return tuple(group.get(key, group.get(f'pre_{key}')) for key in _KIND)
-
-
-def _stored_groups(state_dict: dict):
-    if 'optimizer' in state_dict:
-        yield from state_dict['optimizer']['param_groups']
-    else:
-        for part in state_dict.values():
-            yield from _stored_groups(part)

@@ -86,6 +86,8 @@ def groups_alike(
             raise CheckpointingException(
                 f'The checkpoint has no group of parameters with {described(group)}; it has '
                 f'{"; ".join(map(described, stored.values()))}. Give the run the same learning '
-                f'rate and weight decay settings (--lr, --min-lr, …), or pass --no-load-optim.'
+                f'rate and weight decay settings (--lr, --min-lr, …), or say whose count: the '
+                f"run's (--override-opt-param-scheduler) or the checkpoint's "
+                f'(--use-checkpoint-opt-param-scheduler), or pass --no-load-optim.'
             )
     return [stored[identity(group)] for group in own_groups]

@@ -23,6 +23,7 @@ def test_a_group_that_is_not_stored_is_named_in_one_line():
     assert str(error.value) == (
         'The checkpoint has no group of parameters with wd_mult 0.0, lr_mult 1.0, max_lr 0.001; '
         'it has wd_mult 1.0, lr_mult 1.0; wd_mult 0.0, lr_mult 1.0, max_lr 0.0005. Give the run '
-        'the same learning rate and weight decay settings (--lr, --min-lr, …), or pass '
-        '--no-load-optim.'
+        'the same learning rate and weight decay settings (--lr, --min-lr, …), or say whose '
+        "count: the run's (--override-opt-param-scheduler) or the checkpoint's "
+        '(--use-checkpoint-opt-param-scheduler), or pass --no-load-optim.'
     )
