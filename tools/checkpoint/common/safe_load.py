@@ -178,20 +178,22 @@ def _refuse_shared_bytes(file: Path, storage: dict[MetadataIndex, _StorageInfo])
 
     Names count, not what they lead to: equal files may be links to one.
     """
-    names = {name: os.path.normpath(name) for name in {at.relative_path for at in storage.values()}}
-    places = [
-        (names[at.relative_path], at.offset, at.offset + at.length, index)
-        for index, at in storage.items()
-        if at.length
-    ]
-    places.sort(key=itemgetter(0, 1))
-    for (name, _, end, index), (other_name, start, _, other) in pairwise(places):
-        if name == other_name and start < end:
-            raise CheckpointError(
-                f'{file}: {entry_name(index)} and {entry_name(other)} are stored at the same '
-                f'bytes of {name} (from {start} on), expected bytes of their own; the metadata is '
-                'damaged'
-            )
+    files: dict[str, list[tuple[int, int, MetadataIndex]]] = {}
+    for index, at in storage.items():
+        if at.length:
+            files.setdefault(at.relative_path, []).append((at.offset, at.length, index))
+    places: dict[str, list[tuple[int, int, MetadataIndex]]] = {}
+    for name, found in files.items():
+        places.setdefault(os.path.normpath(name), []).extend(found)
+    for name, found in places.items():
+        found.sort(key=itemgetter(0))
+        for (start, length, index), (next_start, _, other) in pairwise(found):
+            if next_start < start + length:
+                raise CheckpointError(
+                    f'{file}: {entry_name(index)} and {entry_name(other)} are stored at the same '
+                    f'bytes of {name} (from {next_start} on), expected bytes of their own; the '
+                    'metadata is damaged'
+                )
 
 
 def entry_name(index: MetadataIndex) -> str:
@@ -353,7 +355,10 @@ class _Protocol2:
 
 def _protocol(source: str | IO[bytes]) -> int:
     """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
-    at = None if isinstance(source, str) else source.tell()
+    if isinstance(source, str):  # of any bytes, which torch's own reader doesn't open by name
+        with open(source, 'rb') as file:
+            return _protocol(file)
+    at = source.tell()
     try:
         archive = torch._C.PyTorchFileReader(source)
         if archive.has_record('constants.pkl'):  # TorchScript, which is code
@@ -362,8 +367,7 @@ def _protocol(source: str | IO[bytes]) -> int:
     except RuntimeError:  # no zip file: torch.load says what is wrong
         return 2
     finally:
-        if not isinstance(source, str):
-            source.seek(at or 0)
+        source.seek(at)
     if len(start) < 2:
         return 2
     return start[1] if start[:1] == pickle.PROTO else 1

@@ -260,6 +260,13 @@ def test_code_that_is_not_there_is_no_damage(tmp_path, module, missing):
         assert missing in str(caught.value) and 'damaged' not in str(caught.value)
 
 
+def test_names_of_any_bytes(tmp_path):
+    file = tmp_path / 'a\udcff.pt'
+    with file.open('wb') as stream:
+        torch.save({'a': 1}, stream)
+    assert load_torch(file) == {'a': 1}
+
+
 def test_mapped_tensors_and_missing_files(tmp_path):
     torch.save({'a': torch.arange(100)}, tmp_path / 'a.pt')
     assert torch.equal(load_torch(tmp_path / 'a.pt', mmap=True)['a'], torch.arange(100))
