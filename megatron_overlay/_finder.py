@@ -46,7 +46,36 @@ class OverlayFinder:
                 return None
         import importlib.util
 
-        return importlib.util.spec_from_file_location(fullname, self.files[fullname])
+        spec = importlib.util.spec_from_file_location(fullname, self.files[fullname])
+        loader = spec.loader  # type: ignore[union-attr]
+        execute = loader.exec_module  # type: ignore[union-attr]
+        loader.exec_module = lambda module: self._execute(module, execute)  # type: ignore
+        return spec
+
+    def _execute(self, module, execute) -> None:
+        """Run the overlay's file; where it fails and upstream's own doesn't, that one stays.
+
+        What a module defines doesn't tell all: what it imports may be missing in turn.
+        """
+        before = dict(vars(module))
+        try:
+            execute(module)
+        except Exception as error:
+            name, spec = module.__name__, self.upstream_spec(module.__name__)
+            if spec is None:
+                raise
+            vars(module).clear()
+            vars(module).update(before, __spec__=spec, __loader__=spec.loader, __file__=spec.origin)
+            spec.loader.exec_module(module)
+            import warnings
+
+            from ._guard import left_out
+
+            failed = {name: f'{type(error).__name__}: {error}'}
+            with self._lock:
+                self._left_out = left_out(list(self.files), self.upstream_spec, failed)
+                self._told = True
+            warnings.warn(self._warning(self._left_out), stacklevel=2)
 
     def left_out(self) -> dict[str, str]:
         """The modules that stay upstream's in this process -> what is in their way.

@@ -15,12 +15,15 @@ _OPTIMIZED, _VARARGS, _VARKEYWORDS = 0x1, 0x4, 0x8  # flags of a code object, as
 SpecOf = Callable[[str, Sequence[str] | None], ModuleSpec | None]
 
 
-def left_out(modules: list[str], spec_of: SpecOf) -> dict[str, str]:
+def left_out(
+    modules: list[str], spec_of: SpecOf, failed: dict[str, str] | None = None
+) -> dict[str, str]:
     """Find the modules that can't go over this megatron-core.
 
     Args:
         modules: dotted names of the overlay's modules.
         spec_of: finds upstream's module of a name on the path of its package.
+        failed: of ``modules``, with what ended their import.
 
     Returns:
         Module -> what is in its way.
@@ -33,11 +36,11 @@ def left_out(modules: list[str], spec_of: SpecOf) -> dict[str, str]:
         if upstream.exists(name.rpartition('.')[0])
     }
     there = {name for name in modules if upstream.exists(name)}
-    out = {}
+    out = dict(failed or {})
     for name, needs in known.items():
         reason = next(_unmet(upstream, name, needs), None)
         if reason:
-            out[name] = reason
+            out.setdefault(name, reason)
     depends = {name: set(needs['overlay']) for name, needs in known.items()}
     for name, needs in known.items():
         # Where the overlay's goes over a module that this one imports, upstream imports it too.

@@ -1,5 +1,6 @@
 """The finder over a tree that has megatron-core's shape and nothing in it, so that it is quick."""
 
+import subprocess
 import sys
 
 import pytest
@@ -160,3 +161,51 @@ def test_what_cannot_be_looked_at_stays_out(monkeypatch):
     monkeypatch.setattr(sys, 'meta_path', [*sys.meta_path[:1], Broken(), *sys.meta_path[1:]])
     with pytest.warns(UserWarning, match='OSError: no such device'):
         assert finder.find_spec(NAME) is None
+
+
+FAILS = """
+import sys
+from megatron_overlay._finder import OverlayFinder
+sys.path.insert(0, sys.argv[1] + '/upstream')
+sys.meta_path.insert(0, OverlayFinder(sys.argv[1] + '/overlay', ('0.19',)))
+import megatron.core.amended
+import megatron.core.replaced
+print(megatron.core.amended.__file__, vars(megatron.core.amended).get('own'))
+print(megatron.core.replaced.__file__)
+try:
+    import megatron.core.broken
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_module_of_the_overlay_that_fails_leaves_upstream_s(tmp_path):
+    for file, text in {
+        'upstream/megatron/core/__init__.py': '',
+        'upstream/megatron/core/package_info.py': release('0.19.0'),
+        'upstream/megatron/core/amended.py': 'from . import replaced',
+        'upstream/megatron/core/replaced.py': '',
+        'upstream/megatron/core/broken.py': 'import not_there_for_upstream',
+        'overlay/megatron/core/amended.py': 'own = 1\nimport not_there',
+        'overlay/megatron/core/replaced.py': '',
+        'overlay/megatron/core/broken.py': 'import not_there',
+    }.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    run = subprocess.run(
+        [sys.executable, '-S', '-c', FAILS, tmp_path],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.splitlines() == [
+        f'{tmp_path}/upstream/megatron/core/amended.py None',
+        f'{tmp_path}/overlay/megatron/core/replaced.py',
+        "No module named 'not_there_for_upstream'",
+    ], run.stderr
+    (warning,) = [line for line in run.stderr.splitlines() if 'stays out' in line]
+    assert (
+        'megatron_overlay stays out of megatron.core.amended: ModuleNotFoundError: No module named '
+        "'not_there' in megatron-core 0.19.0" in warning
+    )
