@@ -363,12 +363,13 @@ NEEDS: dict[str, dict] = {
             'megatron.core.optimizer.distrib_optimizer',
             'megatron.core.optimizer.optimizer',
             'megatron.training.gpt_hybrid_load',
+            'megatron.training.group_schedules',
         ],
         'names': {
-            'megatron.core': ['dist_checkpointing'],
+            'megatron.core.dist_checkpointing': ['load_content_metadata'],
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
             'megatron.core.models.gpt': ['GPTModel'],
-            'megatron.core.models.hybrid': ['hybrid_model'],
+            'megatron.core.models.hybrid.hybrid_model': ['HybridModel'],
             'megatron.training.checkpointing': [
                 'CheckpointType',
                 '_load_base_checkpoint',
@@ -420,11 +421,20 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.training.gpt_hybrid_load': {
         'extends': False,
-        'overlay': ['megatron.core.dist_checkpointing.load_plan'],
+        'overlay': [
+            'megatron.core.dist_checkpointing.load_plan',
+            'megatron.training.group_schedules',
+        ],
         'names': {
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
             'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
             'megatron.core.dist_checkpointing.mapping': ['LocalNonpersistentObject', 'ShardedBase'],
+        },
+    },
+    'megatron.training.group_schedules': {
+        'extends': False,
+        'overlay': [],
+        'names': {
             'megatron.core.optimizer.optimizer': ['param_group_identifier_keys'],
         },
     },

@@ -111,6 +111,12 @@ def _needs(module: Module, modules: dict[str, Module], upstream) -> dict:
                 overlay.add(f'{source}.{name}')
             elif source in modules and (not name or name in modules[source].defined):
                 overlay.add(source)
+            elif name and upstream.exists(f'{source}.{name}'):
+                names.setdefault(f'{source}.{name}', set()).update(
+                    attribute
+                    for node in ast.walk(module.tree)
+                    for attribute in _attribute_of(name, node)
+                )
             elif source not in modules or modules[source].extends:
                 names.setdefault(source, set()).update([name] if name else [])
     for other in modules.values():

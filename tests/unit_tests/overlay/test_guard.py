@@ -213,6 +213,8 @@ class Cls(upstream.Cls):
     def mine(self): pass
 def function(x):
     from megatron.core.there import later
+    from megatron.core.package import module
+    module.Named()
     return upstream.function(x)
 if __name__ == '__main__':
     from megatron.core.there import program
@@ -226,7 +228,9 @@ if __name__ == '__main__':
         path.write_text(text)
         modules[name] = Module(name, path)
     upstream = SimpleNamespace(
-        methods=lambda module, cls: {'m'}, attributes=lambda module, cls: {'declared', 'maybe'}
+        exists=lambda module: module == 'megatron.core.package.module',
+        methods=lambda module, cls: {'m'},
+        attributes=lambda module, cls: {'declared', 'maybe'},
     )
     needs = table(modules, upstream)
     assert needs['megatron.core.amended'] == {
@@ -234,6 +238,7 @@ if __name__ == '__main__':
         'overlay': ['megatron.core.added', 'megatron.core.other'],
         'names': {
             'megatron.core.amended': ['Cls', 'function'],
+            'megatron.core.package.module': ['Named'],
             'megatron.core.there': ['later', 'used'],
         },
         'methods': {'Cls': ['m']},
