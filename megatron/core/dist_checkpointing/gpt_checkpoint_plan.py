@@ -9,10 +9,10 @@ from megatron.core.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
     LEGACY_REFUSAL,
-    PLAIN,
     LoadPlan,
     StoredCheckpoint,
     any_run,
+    needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
 )
@@ -101,6 +101,6 @@ def _verdict(stored: StoredCheckpoint, plan: LoadPlan) -> str:
         return 'Will load; the optimizer starts fresh, as from any release.'
     if plan.optimizer_refusal:
         return f'Will load with --no-load-optim. {plan.optimizer_refusal}'
-    if stored_optimizer_format(stored) == PLAIN:
+    if needs_undistributed_optimizer(stored):
         return 'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
     return 'Will load, with its optimizer state.'

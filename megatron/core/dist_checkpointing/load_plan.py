@@ -149,6 +149,11 @@ def is_layer_wise(args: Any) -> bool:
     return getattr(args, 'use_layer_wise_distributed_optimizer', False) is True
 
 
+def needs_undistributed_optimizer(stored: StoredCheckpoint) -> bool:
+    """Whether the stored state goes into a run without ``--use-distributed-optimizer`` only."""
+    return stored_optimizer_format(stored) == PLAIN and not is_layer_wise(stored.args)
+
+
 def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     """Sharding type of the distributed optimizer's state, ``'plain'`` for another's, or ``'none'``.
 

@@ -6,10 +6,10 @@ from megatron.core.dist_checkpointing.checkpoint_layout import MOE
 from megatron.core.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
-    PLAIN,
     LoadPlan,
     StoredCheckpoint,
     any_run,
+    needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
 )
@@ -88,7 +88,7 @@ def _as_planned(name: str, plan: LoadPlan, stored: StoredCheckpoint, reason: str
         state = 'the optimizer starts fresh, as from any release'
     elif plan.optimizer_refusal:
         state = f'with --no-load-optim: {plan.optimizer_refusal}'
-    elif stored_optimizer_format(stored) == PLAIN:
+    elif needs_undistributed_optimizer(stored):
         state = 'optimizer state too, without --use-distributed-optimizer'
     else:
         state = 'optimizer state too'

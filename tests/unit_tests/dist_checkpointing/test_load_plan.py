@@ -1,0 +1,67 @@
+"""What is decided of optimizer state, by the kinds of optimizer that the two runs have."""
+
+from argparse import Namespace
+
+import pytest
+from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
+from megatron.core.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    any_run,
+    needs_undistributed_optimizer,
+    plan_load,
+    stored_optimizer_format,
+)
+
+MODEL = {
+    'decoder.layers.mlp.linear_fc1.weight': (2, 8, 4),
+    'decoder.layers.self_attention.linear_qkv.weight': (2, 12, 4),
+    'decoder.final_layernorm.weight': (4,),
+}
+MOMENTS = {f'chained_0.optimizer.state.momentum_buffer.{key}': MODEL[key] for key in MODEL}
+BUCKETS = {'chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.exp_avg': (96,)}
+FORMAT = 'distrib_optim_sharding_type'
+# keys, and what the metadata says, of a checkpoint -> its format, and which runs take it
+STORED = {
+    'plain': (MOMENTS, {}, 'plain', {'plain', 'by layers'}),
+    'by layers': (MOMENTS, {FORMAT: 'dp_reshardable'}, 'plain', {'plain', 'by layers'}),
+    'by layers, a part in buckets': (
+        MOMENTS | BUCKETS,
+        {FORMAT: 'dp_reshardable'},
+        'dp_reshardable',
+        set(),
+    ),
+    'distributed': (
+        MOMENTS,
+        {FORMAT: 'fully_reshardable'},
+        'fully_reshardable',
+        {'distributed', 'by layers'},
+    ),
+}
+RUNS = {
+    'plain': {'use_distributed_optimizer': False},
+    'distributed': {'use_distributed_optimizer': True},
+    'by layers': {
+        'use_distributed_optimizer': False,
+        'use_layer_wise_distributed_optimizer': True,
+    },
+}
+
+
+@pytest.mark.parametrize('name', STORED)
+def test_which_optimizer_takes_which_state(name):
+    keys, content, kind, takers = STORED[name]
+    saved = Namespace(num_layers=2, **RUNS['by layers' if 'layers' in name else 'plain'])
+    common = {'args': saved, 'content_metadata': content}
+    stored = StoredCheckpoint(layout_from_keys(MODEL | keys), common)
+    assert stored_optimizer_format(stored) == kind
+    assert needs_undistributed_optimizer(stored) == (name == 'plain')
+    for run, arguments in RUNS.items():
+        args = Namespace(
+            hybrid_layer_pattern='*-*-', no_load_optim=False, finetune=False, **arguments
+        )
+        plan = plan_load(stored, args, 'hybrid')
+        assert plan.load_optim and not plan.refusal
+        assert bool(plan.optimizer_refusal) == (run not in takers), run
+        assert not plan.optimizer_refusal or '--no-load-optim' in plan.optimizer_refusal
+    anyone = plan_load(stored, any_run(stored, hybrid_layer_pattern='*-*-'), 'hybrid')
+    assert bool(anyone.optimizer_refusal) == (not takers)
