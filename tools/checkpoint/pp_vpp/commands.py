@@ -118,7 +118,9 @@ def split_sides(
             _require_rising('--middle-ranks', middle_ranks)
             between = require_middle(cloud, middle_ranks, '--middle-ranks')
         else:
-            between = require_chunks(cloud, cloud_rank, cloud_chunks, '--num-cloud-vpp-chunks')
+            between = require_chunks(
+                cloud, cloud_rank, cloud_chunks, '--num-cloud-vpp-chunks', of_merged_stages=True
+            )
         taken = {'edge': {edge_rank}, 'cloud': {chunk.rank for chunk in between}}
         _require_all_taken(surveys, taken)
         chunks = [first, *between, last]

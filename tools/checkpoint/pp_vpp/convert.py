@@ -27,13 +27,13 @@ from ..common.publish import (
 )
 from . import rank_file, torch_file
 from .commands import Request
-from .discover import FILE_NAME, RankId, refuse_other_files, split_path
+from .discover import FILE_NAME, refuse_other_files, split_path
 from .edges import refuse_misplaced, refuse_stray_keys
+from .jobs import Job, make_jobs, prediction_note
 from .layout import ChunkId, Move, Plan
-from .rank_args import Layout
 from .rank_file import OldRank
 from .same_model import SameModel
-from .survey import SideSurvey, check_iteration, require_shards, survey
+from .survey import SideSurvey, check_iteration, survey
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,6 @@ class Options:
     workers: int | None = None
     dry_run: bool = False
     overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """One rank file to write.
-
-    Attributes:
-        side: output side
-        rank: the file's ranks
-        moves: what its chunks are made of
-        layout: sizes of the output
-        files: source file of each (side, pipeline rank) that it needs
-    """
-
-    side: str
-    rank: RankId
-    moves: Sequence[Move]
-    layout: Layout
-    files: dict[tuple[str, int], Path]
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,7 @@ def prepare(request: Request, options: Options) -> Prepared:
         elif os.path.lexists(target):
             refuse_irreplaceable(target)
             replaced.append(target)
-    jobs = _jobs(surveys, plan)
+    jobs = make_jobs(surveys, plan)
     _refuse_to_replace_sources(jobs, replaced)
     refuse_other_files(
         sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
@@ -150,6 +131,8 @@ def prepare(request: Request, options: Options) -> Prepared:
         without_args += state.get('args') is None
     same_model.finish()
     notes = []
+    if (note := prediction_note(surveys, plan)) is not None:
+        notes.append(note)
     if without_args:
         notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
     for key, lacking in added.items():
@@ -354,66 +337,6 @@ def _in_an_iteration(path: Path, root: Path) -> bool:
         return False
     within = path.relative_to(root).parts[0]
     return within == RELEASE or parse_iteration_dirname(within) is not None
-
-
-def _jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
-    used: dict[str, set[int]] = {}
-    for chunk in plan.sources:
-        used.setdefault(chunk.side, set()).add(chunk.rank)
-    largest = max(side.tensor_size for side in surveys.values())
-    shards = {side: require_shards(surveys[side], ranks, largest) for side, ranks in used.items()}
-    sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
-    ranks = plan.ranks()
-    ends = [plan.sources[0], plan.sources[-1]]
-    resplit = plan.layers() != [
-        surveys[chunk.side].stages[chunk.rank].layers[chunk.chunk] for chunk in plan.sources
-    ]
-    jobs = []
-    for (side, rank), moves in ranks.items():
-        output = plan.outputs[side]
-        sources = [piece.source for move in moves for piece in move.pieces]
-        if not all(move.whole for move in moves):
-            sources += [end for end, needed in zip(ends, _ends(moves), strict=True) if needed]
-        home = sources[0].side if sources else ends[0].side
-        present = {r: sizes[_home(m, home)] for (s, r), m in ranks.items() if s == side}
-        layout = Layout(
-            sizes[home],
-            output.pipeline_size,
-            output.virtual_size,
-            sum(present.get(r, sizes[home]) for r in range(output.pipeline_size)),
-            [move.layers for move in plan.moves if move.target.side == side and not move.empty],
-            complete=len(plan.outputs) == 1,
-            resplit=resplit,
-            ranks_before=sum(present.get(r, sizes[home]) for r in range(rank)),
-        )
-        for tp, ep in shards[home]:
-            jobs.append(
-                Job(
-                    side,
-                    RankId(tp, rank if output.has_pipeline else None, ep),
-                    moves,
-                    layout,
-                    {
-                        (chunk.side, chunk.rank): surveys[home].source.files[chunk.rank, tp, ep]
-                        for chunk in sources
-                    },
-                )
-            )
-    return jobs
-
-
-def _home(moves: Sequence[Move], default: str) -> str:
-    return next((piece.source.side for move in moves for piece in move.pieces), default)
-
-
-def _ends(moves: Sequence[Move]) -> tuple[bool, bool]:
-    """Whether a rank needs the old first and the old last chunk.
-
-    The last new chunk may need a copy of the embedding; a chunk without layers gets what a stage
-    has for itself from the first.
-    """
-    last = any(move.is_last for move in moves)
-    return last or any(move.is_first or not move.pieces for move in moves), last
 
 
 def _size(state: dict[str, Any]) -> int:

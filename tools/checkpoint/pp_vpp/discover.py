@@ -206,15 +206,16 @@ def _are_of_experts(files: Sequence[Path], load_state: LoadState) -> bool:
     pipeline_size = number_in(args, 'pipeline_model_parallel_size')
     if pipeline_size is not None:
         return pipeline_size == 1 and (number_in(args, 'expert_model_parallel_size') or 1) > 1
-    return len(files) > 1 and all(_has_both_ends(load_state(file)) for file in files)
+    # stages differ in their ends, ranks of experts hold the same keys and both ends
+    keys = {_keys(load_state(file)) for file in files}
+    ends = {belongs_to_front(key) for found in keys for key in found if layer_of(key) is None}
+    return len(files) > 1 and len(keys) == 1 and ends == {True, False}
 
 
-def _has_both_ends(state: Mapping[str, Any]) -> bool:
-    """Whether a file holds embedding and head: it is no stage of several then."""
+def _keys(state: Mapping[str, Any]) -> frozenset[str]:
     model = state.get('model')
-    keys = [key for key in model if isinstance(key, str)] if isinstance(model, Mapping) else []
-    outside = {belongs_to_front(key) for key in keys if layer_of(key) is None}
-    return outside == {True, False}
+    keys = model if isinstance(model, Mapping) else ()
+    return frozenset(key for key in keys if isinstance(key, str))
 
 
 def _describe(directory: Path) -> str:

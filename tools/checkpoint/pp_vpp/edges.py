@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import CheckpointError
 from .layout import Move
-from .model_state import EMBEDDING, HEAD, belongs_to_front, layer_of, same_tensor
+from .model_state import (
+    EMBEDDING,
+    HEAD,
+    belongs_to_front,
+    is_prediction,
+    layer_of,
+    same_tensor,
+)
 from .optimizer_state import equal
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ def front(move: Move, first: End, last: End) -> list[Origin]:
                 _check_copy(first, key, last, key)
         return keys
     if move.is_last:
-        if one_before and any(key.startswith('mtp.') for key in first[1].chunks[first[0]]):
+        if one_before and any(map(is_prediction, first[1].chunks[first[0]])):
             raise CheckpointError(
                 f'{first[1].path}: multi-token prediction (mtp.*) on a single stage; splitting it '
                 "off from its embedding isn't supported, keep first and last layer together"
@@ -119,7 +126,7 @@ def refuse_misplaced(
         raise CheckpointError(
             f'{where}: neither final norm nor head, expected them in the last stage; {way_out}'
         )
-    predicts = any(key.startswith('mtp.') for key in outside)
+    predicts = any(map(is_prediction, outside))
     for key in outside:
         if belongs_to_front(key):
             fits, home = is_first or is_last or predicts, 'the first and the last stage'

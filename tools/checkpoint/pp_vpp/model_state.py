@@ -72,6 +72,11 @@ def belongs_to_front(key: str) -> bool:
     return key.startswith('embedding.')
 
 
+def is_prediction(key: str) -> bool:
+    """Whether a key belongs to multi-token prediction."""
+    return key.startswith('mtp.')
+
+
 def same_tensor(one: Any, other: Any) -> bool:
     """Bit-identical tensors: type, shape and every bit, NaNs and signed zeros included."""
     return (

@@ -24,6 +24,7 @@ class Layout:
         complete: the output holds the whole model, not one side of it
         resplit: some layers stand in another chunk than before
         ranks_before: tensor ranks of the stages before the file's
+        prediction: which of those chunks has multi-token prediction; None for the last
     """
 
     tensor_size: int
@@ -34,6 +35,7 @@ class Layout:
     complete: bool
     resplit: bool = False
     ranks_before: int = 0
+    prediction: int | None = None
 
 
 def rewrite(args: Any, layout: Layout) -> Any:
@@ -115,17 +117,25 @@ def _set_stages(args: Any, layout: Layout) -> None:
         if layout.complete:
             args.hybrid_layer_pattern = split_pattern(pattern, layout.layers)
     elif not even and layout.complete:
-        mtp = getattr(args, 'mtp_num_layers', None) or 0
-        _set(args, 'pipeline_model_parallel_layout', stage_string(layout.layers, mtp))
+        mtp = number_in(args, 'mtp_num_layers') or 0
+        layers = stage_string(layout.layers, mtp, layout.prediction)
+        _set(args, 'pipeline_model_parallel_layout', layers)
     elif even and layout.virtual_size is not None:
-        _set(args, 'num_layers_per_virtual_pipeline_stage', layout.layers[0])
+        _set(args, 'num_layers_per_virtual_pipeline_stage', layout.layers[0] or None)
 
 
-def stage_string(layers: Sequence[int], mtp_layers: int = 0) -> str:
-    """``--pipeline-model-parallel-layout`` of chunks in pipeline order, such as ``Et|tt|tL``."""
+def stage_string(layers: Sequence[int], mtp_layers: int = 0, prediction: int | None = None) -> str:
+    """``--pipeline-model-parallel-layout`` of chunks in pipeline order, such as ``Et|tt|tL``.
+
+    Args:
+        layers: decoder layers of each chunk
+        mtp_layers: layers of multi-token prediction
+        prediction: the chunk that has them; the last where None
+    """
     stages = ['t' * count for count in layers]
     stages[0] = 'E' + stages[0]
-    stages[-1] += 'm' * mtp_layers + 'L'
+    stages[-1 if prediction is None else prediction] += 'm' * mtp_layers
+    stages[-1] += 'L'
     return '|'.join(stages)
 
 

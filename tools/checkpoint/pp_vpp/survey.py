@@ -9,7 +9,7 @@ from ..common.errors import CheckpointError
 from ..common.paths import parse_iteration_dirname
 from .discover import Source, find_source
 from .layout import ChunkId, first_missing
-from .model_state import count_layers
+from .model_state import count_layers, is_prediction
 from .numbers import number_in, whole
 from .rank_file import chunk_numbers
 from .torch_file import read
@@ -23,12 +23,14 @@ class StageSurvey:
         path: the file
         layers: layers of each chunk by number; None is the number of plain ``model``
         empty: numbers of the chunks that hold nothing
+        predicts: numbers of the chunks with multi-token prediction
         args: the file's ``args``; None without
     """
 
     path: Path
     layers: dict[int | None, int]
     empty: frozenset[int | None]
+    predicts: frozenset[int | None]
     args: Any
 
 
@@ -96,14 +98,18 @@ def survey_source(name: str, source: Source, trust: bool) -> SideSurvey:
         tp, ep = source.shards(rank)[0]
         path = source.files[rank, tp, ep]
         state = read(path, trust).state
-        layers, empty = {}, set()
+        layers, empty, predicts = {}, set(), set()
         _check_sizes(path, state.get('args'))
         for number in chunk_numbers(path, state):
             key = 'model' if number is None else f'model{number}'
             layers[number] = count_layers(state[key], f'{path}, {key}')
             if not state[key]:
                 empty.add(number)
-        stages[rank] = StageSurvey(path, layers, frozenset(empty), state.get('args'))
+            if any(map(is_prediction, state[key])):
+                predicts.add(number)
+        stages[rank] = StageSurvey(
+            path, layers, frozenset(empty), frozenset(predicts), state.get('args')
+        )
     return SideSurvey(name, source, stages)
 
 
@@ -142,11 +148,22 @@ def require_standard(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[
     return chunks
 
 
-def require_chunks(side: SideSurvey, rank: int, count: int, flag: str) -> list[ChunkId]:
+def require_chunks(
+    side: SideSurvey, rank: int, count: int, flag: str, *, of_merged_stages: bool = False
+) -> list[ChunkId]:
     """The chunks of one pipeline rank.
 
+    Args:
+        side: the side
+        rank: its pipeline rank
+        count: chunks that it should have
+        flag: what names the rank
+        of_merged_stages: the stages between first and last, of which some may have no layers; they
+            are rank 0, where a stage kept as a rank of its own never is
+
     Raises:
-        CheckpointError: the rank is missing, or has another number of chunks, or an empty one
+        CheckpointError: the rank is missing, or has another number of chunks, or an empty one that
+            is no stage
     """
     stage = side.stage(rank, flag)
     if None in stage.layers:
@@ -158,7 +175,9 @@ def require_chunks(side: SideSurvey, rank: int, count: int, flag: str) -> list[C
         raise CheckpointError(
             f'{stage.path}: has {len(stage.layers)} chunks, expected {count} ({flag})'
         )
-    if stage.empty:
+    if of_merged_stages and rank == 0:
+        _refuse_unproven_empty(stage)
+    elif stage.empty:
         raise CheckpointError(
             f'{stage.path}: key `model{next(iter(stage.empty))}` is empty, so rank {rank} has no '
             f'such stage ({flag}); for a rank kept as it is use --middle-ranks'
@@ -167,7 +186,7 @@ def require_chunks(side: SideSurvey, rank: int, count: int, flag: str) -> list[C
 
 
 def require_middle(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[ChunkId]:
-    """``model0`` of ranks whose other chunks are empty.
+    """``model0`` of ranks whose other chunks are empty; a stage without layers may be empty too.
 
     Raises:
         CheckpointError: a rank is missing, has no ``model0`` or something in another chunk
@@ -176,7 +195,7 @@ def require_middle(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[Ch
     for rank in ranks:
         stage = side.stage(rank, flag)
         filled = set(stage.layers) - stage.empty
-        if filled != {0}:
+        if not filled <= {0} or 0 not in stage.layers:
             found = ', '.join(
                 'model' if number is None else f'model{number}'
                 for number in stage.layers
@@ -186,6 +205,8 @@ def require_middle(side: SideSurvey, ranks: Iterable[int], flag: str) -> list[Ch
                 f'{stage.path}: {flag} needs a stage in `model0` and nothing in other chunks, '
                 f'found {found or "nothing"}'
             )
+        if not filled:
+            _refuse_unproven_empty(stage)
         chunks.append(ChunkId(side.name, rank, 0))
     return chunks
 

@@ -214,6 +214,7 @@ EXPERTS = {'expert_model_parallel_size': 2}
         (None, {'decoder.layers.0.x': 0, 'decoder.final_layernorm.x': 0}, (1, 0, None)),
         (None, {'embedding.x': 0, 'decoder.layers.0.x': 0}, (1, 0, None)),
         (None, {}, (1, 0, None)),
+        (None, {'embedding.x': 0, 'mtp.x': 0, 'output_layer.x': 0}, (1, 0, None)),
     ],
 )
 def test_second_field_of_a_directory_name(tmp_path, args, last, expected):

@@ -139,6 +139,15 @@ CASES = {
         f'{PP2} {VPP}',
         'fused_adam',
     ),
+    'split: a stage without layers': (
+        '--num-layers 4 --bf16',
+        2,
+        f'{PP2} --pipeline-model-parallel-layout Ett||t|tL',
+        'split',
+        4,
+        f'{PP4} --pipeline-model-parallel-layout Ett||t|tL',
+        'torch_adam',
+    ),
     'reshape: multi-token prediction, untied': (
         f'--num-layers 4 --mtp-num-layers 1 {UNTIED}',
         2,
