@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.errors import shown
 from .numbers import number_in
 from .rank_order import global_rank
 
@@ -74,19 +75,26 @@ def rewrite(args: Any, layout: Layout) -> Any:
 
 def _world_size(args: Any, layout: Layout) -> int | None:
     """Ranks of the new layout, with as much data and context parallelism as before."""
-    old = number_in(args, 'world_size')
+    old = _size(args, 'world_size')
     if not old:
         return None
-    copies = number_in(args, 'data_parallel_size')
+    copies = _size(args, 'data_parallel_size')
     if copies:
         for name in _REPLICATION:
-            copies *= number_in(args, name) or 1
+            copies *= _size(args, name) or 1
     else:
         before = (number_in(args, 'tensor_model_parallel_size') or 1) * (
             number_in(args, 'pipeline_model_parallel_size') or 1
         )
         copies = max(1, old // before)
     return copies * layout.model_parallel_ranks
+
+
+def _size(args: Any, name: str) -> int | None:
+    size = number_in(args, name)
+    if size is None and getattr(args, name, None) is not None:
+        raise ValueError(f'args.{name} is {shown(getattr(args, name))}, expected a number')
+    return size
 
 
 def _rank(args: Any, layout: Layout) -> int | None:

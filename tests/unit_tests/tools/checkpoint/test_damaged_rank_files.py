@@ -68,6 +68,7 @@ class Lab:
         back.pop('pipeline_stage_states')
         if damaged.get('optimizer', 0) is None:  # as good as none
             del damaged['optimizer']
+        damaged |= {'iteration': 2, 'checkpoint_version': damaged.get('checkpoint_version', 3.0)}
         args = damaged.get('args')
         for name in SIZES if args is not None else ():  # all args get them
             if getattr(args, name, None) is None:
