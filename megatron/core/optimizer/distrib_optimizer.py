@@ -33,6 +33,7 @@ import megatron_overlay
 upstream = megatron_overlay.upstream(__name__)
 
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.optimizer.optimizer import groups_alike  # noqa: E402
 
 HybridDeviceOptimizer = upstream.HybridDeviceOptimizer
@@ -59,8 +60,8 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         """
         places, group_ranges = super()._build_optimizer_group_ranges(param_groups, gbuf_ranges)
         for group_index, group_range in enumerate(group_ranges):
-            in_group = sorted(group_range['params'], key=lambda param: param.dtype != torch.float32)
-            places.update((param, (group_index, place)) for place, param in enumerate(in_group))
+            in_group = enumerate(_in_group(group_range['params']))
+            places.update((param, (group_index, place)) for place, param in in_group)
         return places, group_ranges
 
     def _initialize_state(self) -> None:
@@ -286,12 +287,61 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         for tensors in self._bucket_entries(state_dict):
             tensors.setdefault('padding', False)
         super().load_parameter_state_from_dp_reshardable(state_dict)
+        self._settle_mixed_groups()
         self._hand_state_to_sub_optimizers()
 
     def load_parameter_state_from_dp_zero(self, *args, **kwargs):
         """Upstream's; sub-optimizers get the state as well."""
         super().load_parameter_state_from_dp_zero(*args, **kwargs)
+        self._settle_mixed_groups()
         self._hand_state_to_sub_optimizers()
+
+    def load_parameter_state_from_fully_reshardable(self, *args, **kwargs):
+        """Upstream's; each parameter gets its own state in groups of mixed dtypes, too."""
+        super().load_parameter_state_from_fully_reshardable(*args, **kwargs)
+        self._settle_mixed_groups()
+
+    def _settle_mixed_groups(self) -> None:
+        """Give state to the parameters it is of, where stock stored it under names of others.
+
+        That is what stock does with groups of 16-bit and fp32 parameters (see
+        ``_build_optimizer_group_ranges``) if they are of one size. The weights, which are loaded
+        by now, tell.
+
+        Raises:
+            CheckpointingException: the main parameters are those of other weights in both orders.
+        """
+        if len({buffer.param_dtype for buffer in self.buffers}) == 1 or self._main_params_fit():
+            return
+        for group_range in self.opt_group_ranges:
+            named = group_range['params']
+            states = [self._clone_of_state(param) for param in named]
+            for param, state in zip(_in_group(named), states, strict=True):
+                if state['param'].shape != self._clone_of_state(param)['param'].shape:
+                    break
+                self._set_main_param_and_optimizer_states(param, state)
+        if not self._main_params_fit():
+            raise CheckpointingException(
+                'The main parameters of the checkpoint are not its weights in more precision: '
+                'expected each under its own name. A megatron-core without this package stored '
+                'those of bf16 and fp32 parameters in one group so. Load it in the layout that '
+                'saved it, or pass --no-load-optim.'
+            )
+
+    def _main_params_fit(self) -> bool:
+        """Whether this rank's main parameters, rounded, are its shards of the 16-bit weights."""
+        for param in self.model_param_group_index_map:
+            if param.dtype in (torch.float16, torch.bfloat16):
+                shard = self._get_model_param_range_map(param)['param']
+                main_param = self._get_main_param_and_optimizer_states(param)['param']
+                weights = param.detach().view(-1)[shard.start : shard.end]
+                if not torch.equal(main_param.to(weights), weights):
+                    return False
+        return True
+
+    def _clone_of_state(self, param):
+        tensors = self._get_main_param_and_optimizer_states(param)
+        return {key: value.detach().clone() for key, value in tensors.items()}
 
     def _hand_state_to_sub_optimizers(self) -> None:
         if isinstance(self.optimizer, HybridDeviceOptimizer):
@@ -349,6 +399,11 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         inner_param = self.optimizer.param_to_inner_param[param]
         if inner_param is not main_param:
             inner_param.copy_(main_param)
+
+
+def _in_group(params: list) -> list:
+    """Parameters that stand as in their buffers, as they stand in their optimizer's group."""
+    return sorted(params, key=lambda param: param.dtype != torch.float32)
 
 
 def _insert_bucket_padding(world_tensors: dict, buckets: list) -> None:

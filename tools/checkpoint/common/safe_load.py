@@ -353,24 +353,46 @@ class _Protocol2:
             super().__init__(io.BytesIO(as_protocol_2(file.read())), encoding=encoding)
 
 
+def unsafe_globals(source: str | IO[bytes]) -> list[str]:
+    """Full names of what a ``torch.save`` file of any protocol asks for and torch doesn't admit.
+
+    Raises:
+        Exception: of any kind; it is no such file, as loading it will say
+    """
+    data = _pickle_in(source) or b''
+    if _protocol_of(data) > 2:
+        data = as_protocol_2(data)
+    unpickler = torch._weights_only_unpickler
+    admitted = unpickler._get_allowed_globals().keys() | unpickler._get_user_allowed_globals()
+    return sorted(unpickler.get_globals_in_pkl(io.BytesIO(data)) - admitted)
+
+
 def _protocol(source: str | IO[bytes]) -> int:
     """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
+    data = _pickle_in(source)
+    return 2 if data is None else _protocol_of(data)
+
+
+def _protocol_of(data: bytes) -> int:
+    if len(data) < 2:
+        return 2
+    return data[1] if data[:1] == pickle.PROTO else 1
+
+
+def _pickle_in(source: str | IO[bytes]) -> bytes | None:
+    """The pickle of what ``torch.save`` wrote; None where there is none."""
     if isinstance(source, str):  # of any bytes, which torch's own reader doesn't open by name
         with open(source, 'rb') as file:
-            return _protocol(file)
+            return _pickle_in(file)
     at = source.tell()
     try:
         archive = torch._C.PyTorchFileReader(source)
-        if archive.has_record('constants.pkl'):  # TorchScript, which is code
-            return 2
-        start: bytes = archive.get_record('data.pkl')[:2]
+        # TorchScript is code
+        return None if archive.has_record('constants.pkl') else archive.get_record('data.pkl')
     except RuntimeError:  # no zip file: torch.load says what is wrong
-        return 2
+        return None
     finally:
         source.seek(at)
-    if len(start) < 2:
-        return 2
-    return start[1] if start[:1] == pickle.PROTO else 1
 
 
 def _not_registered(entries: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from .errors import CheckpointError, one_line
-from .safe_load import TRUST_HINT, load_torch
+from .safe_load import TRUST_HINT, load_torch, unsafe_globals
 
 COMMON_FILE = 'common.pt'
 COMMON_KEY = 'common_state/shard_0_1'
@@ -142,13 +142,9 @@ def _load(
     trust_hint: str,
 ) -> Any:
     try:
-        stored = torch.serialization.get_unsafe_globals_in_checkpoint(
-            source if isinstance(source, io.BytesIO) else str(source)
-        )
+        stored = unsafe_globals(source if isinstance(source, io.BytesIO) else str(source))
     except Exception:
         stored = []  # no file that torch.save wrote, as loading it will say
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
     with torch.serialization.safe_globals(
         [(_stand_in(full), full) for full in stored if stand_in_for(full)]
     ):

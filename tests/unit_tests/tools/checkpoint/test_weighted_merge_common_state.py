@@ -109,6 +109,19 @@ def test_optimizer_classes_of_an_offloading_run(tmp_path, form):
     assert found['iteration'] == 7
 
 
+@pytest.mark.parametrize('protocol', [2, 3, 4, 5])
+def test_optimizer_classes_in_any_pickle_protocol(tmp_path, protocol):
+    path = tmp_path / 'iter_0000100'
+    group = {'lr': 0.5, 'cpu_optimizer_cls': torch.optim.AdamW}
+    state = {'iteration': 100, 'optimizer': {'optimizer': {'param_groups': [group]}}}
+    write_checkpoint(path, model_tensors(100), common=state)
+    set_common_form(path, state, 'legacy')
+    torch.save(state, path / 'common.pt', pickle_protocol=protocol)
+    out = merge([path], [1.0], tmp_path / 'out', 7).output_dir
+    found = torch.load(out / 'common.pt', weights_only=True)
+    assert found['optimizer'] == {'optimizer': {'param_groups': [{'lr': 0.5}]}}
+
+
 def test_common_state_that_needs_what_is_not_installed(five, tmp_path):
     """It is read where it is needed only, and the way out is another one."""
     _, paths, models = five
