@@ -397,7 +397,6 @@ NEEDS: dict[str, dict] = {
         'methods': {},
         'attributes': {},
         'parameters': {
-            '_is_of_gpt_model': ['legacy_state'],
             '_kind': ['chunks'],
             '_load_base_checkpoint': [
                 'load_dir',
@@ -417,6 +416,7 @@ NEEDS: dict[str, dict] = {
             '_maybe_setup_gpt_to_hybrid_load': ['args', 'ckpt_args', 'model'],
             '_on_first_rank': ['read'],
             '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
+            '_refuse_other_legacy': ['state_dict', 'checkpoint_name', 'run'],
             'check_checkpoint_args': ['checkpoint_args', '*args', '**kwargs'],
             'generate_state_dict': ['args', 'model', 'optimizer', '*rest', '**kwargs'],
             'load_args_from_checkpoint': ['args', '*rest', '**kwargs'],

@@ -13,7 +13,11 @@ from contextlib import ExitStack
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.checkpoint_layout import check_sources, read_checkpoint_layout
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    check_sources,
+    layout_from_keys,
+    read_checkpoint_layout,
+)
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
@@ -86,6 +90,10 @@ def load_checkpoint(
             )
             if _current_load.retarget is not None:
                 load_optimizer_when_finetuning(_current_load)
+            own_schedule = not getattr(get_args(), 'use_checkpoint_opt_param_scheduler', False)
+            if opt_param_scheduler is not None and not own_schedule:
+                # upstream's sets the groups' weight decay before it has the checkpoint's
+                opt_param_scheduler.step(increment=0)
             return result
         finally:
             _current_load = outer
@@ -111,6 +119,8 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     if rank0:
         _look_at_checkpoint(load, args, *result)
     else:
+        if result[3] is CheckpointType.LEGACY:  # with --ckpt-format torch nobody looked before
+            _refuse_other_legacy(result[0], result[1], _kind(unwrap_model(load.model)))
         make_lists_again(result[0], mixed)
         load.loaded = result[0]
         settle_schedules(result[0], load.optimizer, args)
@@ -120,8 +130,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
 def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, ckpt_type) -> None:
     model = unwrap_model(load.model)
     if ckpt_type is CheckpointType.LEGACY:
-        if _is_of_gpt_model(state_dict) and _kind(model) == HYBRID:
-            raise RuntimeError(f'{checkpoint_name}: {LEGACY_REFUSAL}.')
+        _refuse_other_legacy(state_dict, checkpoint_name, _kind(model))
         return
     formats = {CheckpointType.GLOBAL: TORCH_DIST, CheckpointType.FSDP_DTENSOR: FSDP_DTENSOR}
     if ckpt_type not in formats:
@@ -139,16 +148,14 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
         _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
 
 
-def _is_of_gpt_model(legacy_state: dict) -> bool:
-    parts = {
-        '.'.join(key.split('.')[3:4])
-        for name, chunk in legacy_state.items()
-        if _MODEL_RE.fullmatch(name)
-        for key in chunk
-        if key.startswith('decoder.layers.0.')
-    }
-    # a layer of a hybrid model has one of them
-    return {'self_attention', 'mlp'} <= parts
+def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> None:
+    """Layers of the other kind of model have the same names, and other weights."""
+    keys = {key for name, chunk in state_dict.items() if _MODEL_RE.fullmatch(name) for key in chunk}
+    source = layout_from_keys(dict.fromkeys(keys, ())).family
+    if source == OTHER and saved_pattern(state_dict.get('args') or types.SimpleNamespace()):
+        source = HYBRID  # of which this rank has no telling layer
+    if {run, source} == {GPT, HYBRID}:
+        raise RuntimeError(f'{checkpoint_name}: {LEGACY_REFUSAL}.')
 
 
 def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):

@@ -35,8 +35,8 @@ PLAIN = 'plain'
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
 
 LEGACY_REFUSAL = (
-    'legacy torch checkpoints are not translated; a GPT run with --ckpt-convert-format torch_dist '
-    '--ckpt-convert-save DIR saves it again as one that is'
+    'legacy torch checkpoints are not translated between GPT and hybrid; a run of the model that '
+    'saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, saves one that is'
 )
 
 _FSDP_TRANSLATES = (

@@ -26,11 +26,13 @@ from megatron_overlay.optimizer_classes import is_optimizer_class
 try:
     from megatron_overlay.tools.checkpoint.common import stored
     from megatron_overlay.tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
+    from megatron_overlay.tools.checkpoint.common.paths import RELEASE
     from megatron_overlay.tools.checkpoint.common.stdout import printable
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
     from tools.checkpoint.common import stored
     from tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
+    from tools.checkpoint.common.paths import RELEASE
     from tools.checkpoint.common.stdout import printable
 
 _ARGUMENTS = re.compile(r'args$')
@@ -66,6 +68,11 @@ class ResumeReport:
     def loads(self) -> bool:
         """Whether there is optimizer state that a run can go on with."""
         return self.sharding_type != 'none' and len(self.steps) <= 1
+
+    @property
+    def release(self) -> bool:
+        """Whether a run takes nothing but the weights."""
+        return self.checkpoint_dir.name == RELEASE
 
     @property
     def in_buckets(self) -> bool:
@@ -229,6 +236,8 @@ def _offload(report: ResumeReport) -> str:
 
 def with_overlay(report: ResumeReport) -> list[str]:
     """What resuming does with this package, one statement a line."""
+    if report.release:
+        return ['weights only: a release, from which the optimizer starts fresh']
     if report.sharding_type == 'none':
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.layer_wise:
@@ -249,7 +258,7 @@ def with_overlay(report: ResumeReport) -> list[str]:
 
 
 def _stock(report: ResumeReport) -> list[str]:
-    if report.sharding_type == 'none':
+    if report.release or report.sharding_type == 'none':
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']

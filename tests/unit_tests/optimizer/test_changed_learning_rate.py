@@ -28,6 +28,8 @@ RUNS = [
 def task(work, name, kind, option, *more):
     """A run that goes on from the third iteration with twice the learning rate."""
     arguments = [*SAVED[name], *(HYBRID if kind == 'hybrid' else []), '--lr=2e-3', *more]
+    if option == CHECKPOINT:
+        arguments += ['--weight-decay=0.1']
     where = f'{name}{kind}{option}'
     arguments += [option, f'--load={work / name}', f'--save={work / where}']
     return {'kind': kind, 'arguments': arguments, 'log': str(work / f'{where}.log')}

@@ -20,6 +20,7 @@ CHECKPOINTS = {
     'gpt untied': ['gpt', *RESHARDABLE, '--untie-embeddings-and-output-weights'],
     'gpt with wider MLPs': ['gpt', *RESHARDABLE, '--ffn-hidden-size=96'],
     'legacy gpt': ['gpt', '--ckpt-format=torch'],
+    'legacy hybrid': ['hybrid', '--ckpt-format=torch', '--hybrid-layer-pattern=*-*-'],
     'gpt in buckets': ['gpt', *DISTRIBUTED],
     'gpt without optimizer': ['gpt', *RESHARDABLE, '--no-save-optim'],
     'gpt, optimizer not distributed': ['gpt', '--ckpt-format=torch_dist'],
@@ -152,6 +153,11 @@ HYBRID_RUN = {
         {'load': 'legacy gpt', 'no_load_optim': True},
         'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
     ),
+    # where megatron looks at nothing before it loads
+    'legacy, finetune': (
+        {'load': 'legacy gpt', 'ckpt_format': 'torch', 'finetune': True},
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+    ),
     'pattern missing': (
         {'load': 'gpt', 'hybrid_layer_pattern': None},
         'RuntimeError: .*--hybrid-layer-pattern',
@@ -243,6 +249,14 @@ def test_what_was_not_read_is_an_error(nproc, arguments, checkpoints, tmp_path):
 
 
 GPT_RUN = {
+    'legacy': (
+        {'load': 'legacy hybrid', 'no_load_optim': True},
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+    ),
+    'legacy, finetune': (
+        {'load': 'legacy hybrid', 'ckpt_format': 'torch', 'finetune': True},
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+    ),
     'fresh-only layers': (
         {'load': 'hybrid with mamba'},
         r"RuntimeError: .*'M\*-M\*-'.*layer 0, 'M' \(2 such layers\)",

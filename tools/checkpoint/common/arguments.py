@@ -29,11 +29,13 @@ def why_not_local(path: str | PurePath) -> str | None:
 
 
 def not_a_url(text: str) -> str:
-    """An argparse type: the text, unless it is a URL.
+    """An argparse type: the text, unless it is a URL or empty, as an unset variable is.
 
     Raises:
         argparse.ArgumentTypeError: it is
     """
+    if not text:
+        raise argparse.ArgumentTypeError('an empty path')
     reason = why_not_local(text)
     if reason:
         raise argparse.ArgumentTypeError(reason)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .errors import CheckpointError, one_line, shown
+from .forged_arrays import refuse_forged_arrays, refuse_pointers
 from .nesting import Endless, refuse_endless
 from .pickle_protocol import as_protocol_2
 from .pickle_scan import refuse_memory_request
@@ -77,13 +78,28 @@ _NUMPY: list[Any] = [
             getattr(importlib.import_module(f'numpy._core.{module}'), name),
             f'numpy.{core}.{module}.{name}',
         )
-        for module, name in (
-            ('multiarray', 'scalar'),
-            ('multiarray', '_reconstruct'),
-            ('numeric', '_frombuffer'),  # in pickle protocol 5
-        )
+        for module, name in (('multiarray', '_reconstruct'),)
         for core in ('core', '_core')
     ),
+]
+
+
+def _of_plain_dtype(module: str, name: str) -> list[Any]:
+    """NumPy's function, for types whose elements are values; by its names of NumPy 1 and 2."""
+    make = getattr(importlib.import_module(f'numpy._core.{module}'), name)
+
+    def checked(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, numpy.dtype):
+                refuse_pointers(argument)
+        return make(*arguments)
+
+    return [(checked, f'numpy.{core}.{module}.{name}') for core in ('core', '_core')]
+
+
+_NUMPY += [
+    *_of_plain_dtype('multiarray', 'scalar'),
+    *_of_plain_dtype('numeric', '_frombuffer'),  # in pickle protocol 5
 ]
 
 
@@ -96,7 +112,24 @@ _BYTES: list[Any] = [(_no_bytes, 'builtins.bytes')]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows DCP's metadata classes, sizes, dtypes and paths; refuses any other global."""
+    """Knows DCP's metadata classes, sizes, dtypes and paths; refuses any other global.
+
+    A pickle can set attributes on whatever it can name: ``restore`` takes that back from classes,
+    and of functions it gets one of its own.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def restore(self) -> None:
+        """Put admitted classes back to what they were.
+
+        Raises:
+            pickle.UnpicklingError: one was changed
+        """
+        for cls, attributes in self._before.items():
+            _restore(cls, attributes)
 
     def find_class(self, module: str, name: str) -> Any:
         """The class itself, if it is one of those.
@@ -106,14 +139,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         """
         module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 have Python 2's names
         if (module, name) == ('copyreg', '_reconstructor'):
-            return _new_object
+            return lambda *arguments: _new_object(*arguments)
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in _METADATA_GLOBALS.get(module, ()):
             raise pickle.UnpicklingError(f'refused class {module}.{name}')
         if module == 'pathlib._local':
             module = 'pathlib'
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
+        if isinstance(found, type):
+            self._before.setdefault(found, dict(vars(found)))
+            return found
+        return (lambda *arguments: found(*arguments)) if callable(found) else found
 
 
 def _new_object(cls: Any, base: object, state: object) -> Any:
@@ -237,33 +274,22 @@ def _is_size(value: Any) -> bool:
 
 
 def _restricted_loads(data: bytes) -> Any:
-    """Unpickle, and refuse a pickle that changes one of the admitted classes.
-
-    A pickle can set attributes on any object it can name, so also on the admitted classes.
-    """
+    """Unpickle, and refuse a pickle that changes one of the admitted classes."""
     refuse_memory_request(data)
-    classes = [
-        value
-        for module, names in _METADATA_GLOBALS.items()
-        if module.startswith(_DCP)
-        for value in vars(importlib.import_module(module)).values()
-        if isinstance(value, type) and value.__name__ in names
-    ]
-    before = [dict(vars(cls)) for cls in classes]
+    unpickler = _MetadataUnpickler(io.BytesIO(data))
     try:
-        return _MetadataUnpickler(io.BytesIO(data)).load()
+        return unpickler.load()
     finally:
-        for cls, attributes in zip(classes, before, strict=True):
-            _restore(cls, attributes)
+        unpickler.restore()
 
 
 def _restore(cls: type, attributes: dict[str, Any]) -> None:
-    now = dict(vars(cls))
+    now, absent = dict(vars(cls)), object()
     changed = {
         name
         for name in now.keys() | attributes.keys()
         if name not in ('__annotations__', '__weakref__', '__dict__')
-        and now.get(name) is not attributes.get(name)
+        and now.get(name, absent) is not attributes.get(name, absent)
     }
     for name in changed:
         if name in attributes:
@@ -315,6 +341,7 @@ def load_torch(
                 pickle_module=_Protocol2 if restricted else None,
             )
         if not trust:
+            refuse_forged_arrays(value)
             refuse_endless(value)
         return value
     except CheckpointError:

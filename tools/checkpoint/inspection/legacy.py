@@ -9,12 +9,12 @@ from megatron.core.dist_checkpointing.load_plan import LEGACY_REFUSAL
 
 from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError
+from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
 from ..pp_vpp import model_state
 from ..pp_vpp.convert import Ranks, check_chunks
 from ..pp_vpp.discover import FILE_NAME, rank_files, refuse_other_files
 from ..pp_vpp.layout import one_to_one
-from ..pp_vpp.numbers import number_in, whole
 from ..pp_vpp.rank_file import chunk_numbers, take_apart
 from ..pp_vpp.same_model import SameModel
 from ..pp_vpp.survey import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..pp_vpp.numbers import number_in
+from ..common.numbers import number_in
 
 
 @dataclass(frozen=True)

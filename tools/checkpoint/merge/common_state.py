@@ -12,7 +12,8 @@ import torch
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, one_line
+from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
 from ..common.stored import COMMON_FILE, COMMON_KEY, read_common_state
 from .source import Source
@@ -36,7 +37,7 @@ class CommonState:
     def iteration(self) -> int | None:
         """The iteration that the state records."""
         found = self.state.get('iteration')
-        return found if isinstance(found, int) else None
+        return whole(found)
 
 
 def load_common_state(source: Source, *, trust: bool = False) -> CommonState | None:
@@ -138,6 +139,21 @@ def _is_optimizer_class(value: Any) -> bool:
     return isinstance(value, type) and is_optimizer_class(
         f'{value.__module__}.{value.__qualname__}'
     )
+
+
+def refuse_unstorable(common: CommonState) -> None:
+    """Raise where the state holds what can't be saved again, such as a stand-in for a class.
+
+    Raises:
+        CheckpointError: it does
+    """
+    try:
+        torch.save(output_common_state(common, {}, None), io.BytesIO())
+    except Exception as error:
+        raise CheckpointError(
+            f"{common.origin}: its common state can't be saved again ({one_line(error)}); take it "
+            'from another checkpoint: --common-state-checkpoint'
+        ) from error
 
 
 def save_common_state(state: Mapping[str, Any], directory: Path) -> None:

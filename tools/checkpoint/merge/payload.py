@@ -342,7 +342,8 @@ class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         """Stand-ins for what a plain tensor's pickle names; nothing else is admitted."""
         if (module, name) == ('torch._utils', '_rebuild_tensor_v2'):
-            return _StoredTensor
+            # a function of this pickle's own: what it sets on it goes with it
+            return lambda *arguments: _StoredTensor(*arguments)
         if (module, name) == ('collections', 'OrderedDict'):
             return dict
         if module == 'torch' and name in _STORAGES:

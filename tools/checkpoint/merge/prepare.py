@@ -24,7 +24,7 @@ from ..common.paths import (
 from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
-from .common_state import CommonState, choose_common_state
+from .common_state import CommonState, choose_common_state, refuse_unstorable
 from .inputs import Inputs
 from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
@@ -236,6 +236,7 @@ def prepare(request: Request, world_size: int) -> Prepared:
     common = choose_common_state(
         sources, output_iteration=iteration, given=given, trust=request.trust_checkpoints
     )
+    refuse_unstorable(common)
     plan = make_plan(
         sources,
         extra_states,

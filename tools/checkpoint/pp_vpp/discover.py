@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
+from ..common.numbers import number_in
 from ..common.paths import (
     CONFIG_NAME,
     RELEASE,
@@ -19,7 +20,6 @@ from ..common.paths import (
 )
 from ..common.publish import UNPUBLISHED
 from .model_state import belongs_to_front, layer_of
-from .numbers import number_in
 
 FILE_NAME = 'model_optim_rng.pt'
 

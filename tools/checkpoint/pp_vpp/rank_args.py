@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import shown
-from .numbers import number_in
+from ..common.numbers import number_in
 from .rank_order import global_rank
 
 _REPLICATION = ('context_parallel_size', 'gtp_weight_remat_size')

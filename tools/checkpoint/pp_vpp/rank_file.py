@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError, reading
+from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
 from . import edges, model_state, optimizer_state, param_match
 from .layout import Move, Piece, first_missing
-from .numbers import whole
 from .optimizer_state import RankOptimizer, Slot
 from .rank_args import Layout, rewrite
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
-from .numbers import number_in
+from ..common.numbers import number_in
 from .torch_file import fingerprint
 
 Place = tuple[int, int, int]  # pipeline, tensor, expert rank

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.numbers import whole
 from .model_state import layer_of, renumber
-from .numbers import whole
 from .optimizer_state import WAY_OUT, equal
 from .rank_file import OldRank
 from .rank_order import Place, RankOrder

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import CheckpointError
+from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
 from .discover import Source, find_source
 from .layout import ChunkId, first_missing
 from .model_state import count_layers, is_prediction
-from .numbers import number_in, whole
 from .rank_file import chunk_numbers
 from .torch_file import read
 

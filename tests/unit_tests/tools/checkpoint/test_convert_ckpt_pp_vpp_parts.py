@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.common.numbers import whole
 from tools.checkpoint.pp_vpp import torch_file
 from tools.checkpoint.pp_vpp.discover import find_source
 from tools.checkpoint.pp_vpp.layout import ChunkId, interleaved, resplit
-from tools.checkpoint.pp_vpp.numbers import whole
 from tools.checkpoint.pp_vpp.optimizer_state import Group, Slot, parse
 from tools.checkpoint.pp_vpp.param_match import NamedTensor, candidates, match
 from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite, split_pattern, stage_string

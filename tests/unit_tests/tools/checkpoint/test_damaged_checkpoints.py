@@ -41,6 +41,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_checkpoint,
 )
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.merge import payload
 from tools.checkpoint.merge.payload import load_chunk, locate
 from tools.checkpoint.merge.source import Slice
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
@@ -65,6 +66,16 @@ def test_a_hang_is_told_by_processor_time_not_by_waiting(monkeypatch):
     with pytest.raises(damage.Hang), guarded():
         while True:
             pass
+
+
+def test_a_payload_changes_nothing_for_the_next_one():
+    """A pickle can set attributes on what it names."""
+    attribute = b'N}X\x09\x00\x00\x00row_majorI01\ns\x86b0'
+    poison = b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n' + attribute + b'N.'
+    before = dict(vars(payload._StoredTensor))
+    with contextlib.suppress(Exception):
+        payload._TensorUnpickler(io.BytesIO(poison)).load()
+    assert dict(vars(payload._StoredTensor)) == before
 
 
 class Lab:

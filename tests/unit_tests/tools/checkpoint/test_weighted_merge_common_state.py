@@ -9,6 +9,7 @@ import types
 from contextlib import contextmanager
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -276,3 +277,25 @@ def test_extra_state_that_is_a_tensor_is_copied_as_it_is(tmp_path, layout):
     assert_same(
         {key: value for key, value in load_tensors(again).items() if key not in names}, found
     )
+
+
+@pytest.mark.parametrize('number', [200.0, numpy.int64(200), numpy.float64(200)])
+def test_iteration_of_any_number_type(five, tmp_path, number):
+    _, paths, _ = five
+    first, second = (copied(path, tmp_path / path.name) for path in paths[:2])
+    set_common_form(first, {'iteration': 100, 'of': 'first'}, 'legacy')
+    set_common_form(second, {'iteration': number, 'of': 'second'}, 'legacy')
+    out = merge([first, second], [0.5, 0.5], tmp_path / 'out', 200).output_dir
+    assert torch.load(out / 'common.pt', weights_only=True)['of'] == 'second'
+    with pytest.raises(CheckpointError, match='200'):
+        merge([first], [1.0], tmp_path / 'x', 100, common_state_checkpoint=second)
+
+
+@pytest.mark.parametrize('dry_run', [True, False])
+def test_common_state_that_can_not_be_stored_again(five, tmp_path, dry_run):
+    """Classes of optimizers are left out where Megatron puts them, and refused elsewhere."""
+    source = copied(five[1][0], tmp_path / 'source')
+    set_common_form(source, {'optimizer': {'x': (torch.optim.AdamW,)}}, 'legacy')
+    with pytest.raises(CheckpointError, match='saved again.*--common-state-checkpoint'):
+        merge([source], [1.0], tmp_path / 'out', 7, dry_run=dry_run)
+    assert not (tmp_path / 'out').exists()

@@ -2,6 +2,8 @@
 
 import argparse
 import collections
+import contextlib
+import importlib
 import io
 import os
 import pickle
@@ -400,3 +402,59 @@ def test_torchscript_stays_refused_in_every_protocol(tmp_path):
             new.writestr(name, data)
     with pytest.raises(CheckpointError, match=r'x\.pt: .*TorchScript'):
         load_torch(tmp_path / 'x.pt')
+
+
+@pytest.mark.parametrize(
+    'named', ['pathlib.PosixPath', 'pathlib.PurePath', 'torch.serialization._get_layout']
+)
+def test_metadata_changes_nothing_that_it_names(checkpoint, named):
+    """A pickle can set attributes on classes and functions, for the rest of the process."""
+    module, _, name = named.rpartition('.')
+    target = getattr(importlib.import_module(module), name)
+    before = dict(vars(target))
+    data = (checkpoint / '.metadata').read_bytes()
+    attribute = b'N}X\x06\x00\x00\x00parentNs\x86b0'
+    poison = f'c{module}\n{name}\n'.encode() + attribute
+    (checkpoint / '.metadata').write_bytes(data[:2] + poison + data[2:])
+    with contextlib.suppress(CheckpointError):
+        load_dcp_metadata(checkpoint)
+        assert not isinstance(target, type)
+    assert dict(vars(target)) == before
+
+
+class _Forged:
+    """Pickles as a call with a NumPy type whose own flags say that it holds no objects."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize('protocol', [2, 4])
+@pytest.mark.parametrize('kind', ['O', 'V8'])
+@pytest.mark.parametrize('maker', ['scalar', '_frombuffer', 'ndarray'])
+def test_bytes_are_not_taken_for_addresses(tmp_path, kind, maker, protocol):
+    fields = (('a',), {'a': (numpy.dtype('O'), 0)}) if kind == 'V8' else (None, None)
+
+    class Type(_Forged):
+        def __reduce__(self):
+            state = (3, '|', None, *fields, 8, 1, 0)
+            return numpy.dtype, (kind, False, True), state
+
+    dtype, eight = Type(None), b'AAAAAAAA'
+    multiarray = importlib.import_module('numpy._core.multiarray')
+    if maker == 'scalar':
+        value = _Forged((multiarray.scalar, (dtype, eight)))
+    elif maker == '_frombuffer':
+        numeric = importlib.import_module('numpy._core.numeric')
+        value = _Forged((numeric._frombuffer, (eight, dtype, (1,), 'C')))
+    else:
+        state = (1, (1,), dtype, False, eight)
+        value = _Forged((multiarray._reconstruct, (numpy.ndarray, (0,), b'b'), state))
+    torch.save(
+        {'args': argparse.Namespace(hidden=[value])}, tmp_path / 'x', pickle_protocol=protocol
+    )
+    with pytest.raises(CheckpointError):
+        load_torch(tmp_path / 'x')
