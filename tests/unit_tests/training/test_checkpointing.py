@@ -249,14 +249,6 @@ def test_what_was_not_read_is_an_error(nproc, arguments, checkpoints, tmp_path):
 
 
 GPT_RUN = {
-    'legacy': (
-        {'load': 'legacy hybrid', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
-    ),
-    'legacy, finetune': (
-        {'load': 'legacy hybrid', 'ckpt_format': 'torch', 'finetune': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
-    ),
     'fresh-only layers': (
         {'load': 'hybrid with mamba'},
         r"RuntimeError: .*'M\*-M\*-'.*layer 0, 'M' \(2 such layers\)",
@@ -276,6 +268,14 @@ GPT_RUN = {
 }
 # name of the attempt -> (arguments that differ, what the message has to say)
 GPT_RUN_WITH_OTHER_WAYS_OUT = {
+    'legacy': (
+        {'load': 'legacy hybrid', 'no_load_optim': True},
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+    ),
+    'legacy, finetune': (
+        {'load': 'legacy hybrid', 'ckpt_format': 'torch', 'finetune': True},
+        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+    ),
     'state in buckets': (
         {'load': 'hybrid in buckets'},
         "RuntimeError: .*'dp_reshardable'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim",

@@ -401,7 +401,8 @@ def test_places_where_nothing_can_be_written(five, tmp_path, capsys):
         for dry in ([], ['--dry-run'], ['--output-iteration', 7]):
             words = ['--merge-inputs', pair, '--merge-output', tmp_path / name, *dry]
             error = refused(capsys, *words)
-            assert str(tmp_path / name) in error and reason in error
+            # whichever part of it is in the way
+            assert str((tmp_path / name).parent) in error and reason in error
         words = ['--merge-inputs', pair, '--merge-output', tmp_path / 'out']
         error = refused(capsys, *words, '--common-state-checkpoint', tmp_path / name)
         assert str(tmp_path / name) in error
