@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         'checkpoint',
         type=not_a_url,
-        help='an iter_XXXXXXX or release directory, or the directory above it',
+        help='what --load gets: the directory with latest_checkpointed_iteration.txt',
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
     return parser

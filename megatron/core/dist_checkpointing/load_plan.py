@@ -103,7 +103,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
         run: the model that it builds: ``'gpt'``, ``'hybrid'`` or ``'other'``.
     """
     try:
-        source = _family(stored)
+        source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
             return LoadPlan()
         if source == GPT:
@@ -181,12 +181,14 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     return PLAIN if found == 'dp_reshardable' and not in_buckets else found
 
 
-def _family(stored: StoredCheckpoint) -> str:
+def _family(stored: StoredCheckpoint, run: str) -> str:
     layout = stored.layout
     if layout is None or layout.family == OTHER:
         return HYBRID if saved_pattern(stored.args) else GPT
     reason = contradiction(stored.args, layout)
-    if reason:
+    # A number of layers alone is upstream's to compare where nothing is translated.
+    of_this_kind = layout.family == run and not saved_pattern(stored.args)
+    if reason and not of_this_kind:
         raise _RefusedError(reason)
     return layout.family
 
@@ -279,6 +281,11 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
     has_optimizer = stored.layout is None or stored.layout.has_optimizer
     if not has_optimizer or getattr(stored.args, 'no_save_optim', False) is True:
         reason = 'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
+        if stored.layout is not None and not any('rng_state' in key for key in stored.layout.keys):
+            reason = (
+                'The checkpoint has neither optimizer nor random state, as merged ones; pass '
+                '--no-load-optim --no-load-rng to start them fresh.'
+            )
         return False, '' if args.finetune else reason
     kind = stored_optimizer_format(stored)
     if stored.layout is None or stored.format != TORCH_DIST:

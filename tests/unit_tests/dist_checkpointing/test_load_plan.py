@@ -65,3 +65,14 @@ def test_which_optimizer_takes_which_state(name):
         assert not plan.optimizer_refusal or '--no-load-optim' in plan.optimizer_refusal
     anyone = plan_load(stored, any_run(stored, hybrid_layer_pattern='*-*-'), 'hybrid')
     assert bool(anyone.optimizer_refusal) == (not takers)
+
+
+def test_a_number_of_layers_is_compared_where_layers_are_translated():
+    """Where they are not, megatron does, and frameworks that fill in arguments may not."""
+    stored = StoredCheckpoint(layout_from_keys(MODEL), {'args': Namespace(num_layers=7)})
+    args = any_run(stored, hybrid_layer_pattern='*-*-', no_load_optim=True)
+    assert '7 layers' in plan_load(stored, args, 'hybrid').refusal
+    assert plan_load(stored, any_run(stored, num_layers=7), 'gpt').refusal == ''
+    of_hybrid = {'args': Namespace(num_layers=2, hybrid_layer_pattern='*-*-')}
+    stored = StoredCheckpoint(layout_from_keys(MODEL), of_hybrid)
+    assert 'contradicts itself' in plan_load(stored, any_run(stored), 'gpt').refusal
