@@ -59,7 +59,7 @@ def rate(max_lr: float, min_lr: float = 1e-4) -> float:
 def test_the_option_says_whose_rate_counts(work, run):
     name, kind, option = run
     if name == 'two rates' and 'max_lr' not in param_group_identifier_keys:
-        pytest.skip('0.18 takes the two groups for one, also when nothing has changed')
+        pytest.skip('0.18 tells groups apart without their rates')
     max_lr = 2e-3 if option == OVERRIDE else 1e-3
     decoupled = {5e-3} if name == 'two rates' else set()
     if name != 'fp32':  # its state is stored without a level
