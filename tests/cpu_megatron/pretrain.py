@@ -106,3 +106,4 @@ def _take_down() -> None:
 
 if __name__ == '__main__':
     main()
+    cpu_megatron.leave()
