@@ -52,17 +52,6 @@ NEEDS: dict[str, dict] = {
             ],
         },
     },
-    'megatron.core.dist_checkpointing.gpt_checkpoint_plan': {
-        'extends': False,
-        'overlay': [
-            'megatron.core.dist_checkpointing.checkpoint_layout',
-            'megatron.core.dist_checkpointing.load_plan',
-            'megatron.core.optimizer.resume_report',
-        ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
-    },
     'megatron.core.dist_checkpointing.gpt_layer_maps': {
         'extends': False,
         'overlay': ['megatron.core.dist_checkpointing.checkpoint_layout'],
@@ -155,16 +144,6 @@ NEEDS: dict[str, dict] = {
             'MCoreLoadPlanner': [],
         },
         'parameters': {},
-    },
-    'megatron.core.optimizer.checkpoint_command': {
-        'extends': False,
-        'overlay': [
-            'megatron.core.optimizer.resume_report',
-            'megatron.core.optimizer.weight_check',
-        ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
     },
     'megatron.core.optimizer.cpu_offloading.hybrid_optimizer': {
         'extends': True,
@@ -337,27 +316,6 @@ NEEDS: dict[str, dict] = {
             'ChainedOptimizer.load_state_dict': ['self', 'state_dict'],
             '_settings_for': ['own_groups', 'stored_groups'],
             'groups_alike': ['own_groups', 'stored_groups', 'keys='],
-        },
-    },
-    'megatron.core.optimizer.resume_report': {
-        'extends': False,
-        'overlay': [
-            'megatron.core.dist_checkpointing.checkpoint_layout',
-            'megatron.core.dist_checkpointing.load_plan',
-            'megatron.core.dist_checkpointing.serialization',
-        ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
-    },
-    'megatron.core.optimizer.weight_check': {
-        'extends': False,
-        'overlay': [
-            'megatron.core.dist_checkpointing.key_arguments',
-            'megatron.core.optimizer.resume_report',
-        ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
         },
     },
     'megatron.training.checkpointing': {

@@ -11,7 +11,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import not_a_url
-from .common.overlay import why_not_active
+from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import quiet_imports
 from .common.stdout import complain
 
@@ -47,13 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the load will work, 1 when it won't; the reason is the last line then.
     """
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
-    reason = why_not_active(
-        'megatron.training.checkpointing', 'megatron.core.dist_checkpointing.gpt_checkpoint_plan'
-    )
+    reason = why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
     if reason:
         return complain(reason)
     with quiet_imports():
-        from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
+        from .inspection.gpt_into_hybrid import report
     return report(options.checkpoint, options.pattern)
 
 

@@ -13,13 +13,11 @@ from itertools import accumulate
 if __name__ == '__main__':
     if not __package__:  # by its path, in a checkout
         sys.path[0] = __file__.rsplit('/megatron/', 1)[0]
-        import megatron_overlay
-        from tools.checkpoint.common.quiet import quiet_imports
-
-        megatron_overlay.activate()
-        with quiet_imports():
-            import megatron.core.optimizer  # noqa: F401
-    from megatron.core.optimizer.checkpoint_command import main
+    try:
+        from megatron_overlay.tools.checkpoint.resume_report import main
+    except ModuleNotFoundError:
+        # In a checkout the tools are beside the overlay's package, not below it.
+        from tools.checkpoint.resume_report import main
 
     raise SystemExit(main())
 if sys.argv[0] == '-m':

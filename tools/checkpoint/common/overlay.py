@@ -1,5 +1,11 @@
 """Whether the overlay's modules are what a process gets."""
 
+# What decides about loads; the rest that decides is imported by it.
+LOAD_MODULES = (
+    'megatron.core.dist_checkpointing.load_plan',
+    'megatron.core.dist_checkpointing.serialization',
+)
+
 
 def why_not_active(*modules: str) -> str | None:
     """Activate the overlay, before the first import of megatron.

@@ -7,10 +7,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
-from megatron.core.optimizer.resume_report import (
-    read_common_state,
-    resume_report,
-)
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -22,6 +18,7 @@ from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import MODEL_KEY, TRAINING_KEY, read_config
 from . import uses
 from .model import describe_model
+from .resume import read_common_state, resume_report
 from .summary import Amount, CheckpointSummary, OptimizerState, count_files, parallel_sizes
 
 

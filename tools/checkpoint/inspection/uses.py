@@ -13,12 +13,12 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
-from megatron.core.optimizer.resume_report import ResumeReport, with_overlay
 
 from ..common.errors import CheckpointError
 from ..common.paths import resolve_checkpoint
 from ..merge.common_state import load_common_state
 from ..merge.source import read_source
+from .resume import ResumeReport, with_overlay
 from .summary import Use
 
 MERGE = 'weighted merge'

@@ -18,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.unit_tests.tools.checkpoint import damage
@@ -41,6 +40,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_checkpoint,
 )
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.inspection.gpt_into_hybrid import report
 from tools.checkpoint.merge import payload
 from tools.checkpoint.merge.payload import load_chunk, locate
 from tools.checkpoint.merge.source import Slice

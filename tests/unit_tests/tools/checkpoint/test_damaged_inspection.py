@@ -18,9 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
-from megatron.core.optimizer.checkpoint_command import main as resume
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -38,7 +36,9 @@ from tests.unit_tests.tools.checkpoint.handmade import set_common_form, write_ch
 from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint, main
+from tools.checkpoint.inspection.gpt_into_hybrid import report
 from tools.checkpoint.merge.source import MODEL_KEY
+from tools.checkpoint.resume_report import main as resume
 
 SETTINGS = 'optimizer.distributed.dp_group_idx_0.optimizer'
 GPT = {

@@ -38,7 +38,7 @@ RUN_ELSEWHERE = {
 }
 # What `python -m` of a module hands its arguments to.
 COMMAND_OF = {
-    'distrib_optimizer': 'megatron.core.optimizer.checkpoint_command',
+    'distrib_optimizer': 'tools.checkpoint.resume_report',
     'gpt_checkpoint_interop': 'tools.checkpoint.gpt_into_hybrid',
 }
 # Those that take minutes or change a document: their options are looked up.

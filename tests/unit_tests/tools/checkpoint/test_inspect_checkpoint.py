@@ -6,8 +6,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report as dry_run
-from megatron.core.optimizer.resume_report import read_resume_report
 from megatron.training import checkpointing
 from torch.distributed import checkpoint as dcp
 
@@ -23,6 +21,8 @@ from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main as convert
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.inspection import uses
+from tools.checkpoint.inspection.gpt_into_hybrid import report as dry_run
+from tools.checkpoint.inspection.resume import read_resume_report
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 

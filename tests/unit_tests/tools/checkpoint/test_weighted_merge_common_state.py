@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer.checkpoint_command import main as main_of_report
 
 from tests.unit_tests.tools.checkpoint.handmade import (
     add_tensor,
@@ -29,6 +28,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.inspect_checkpoint import main as main_of_inspector
+from tools.checkpoint.resume_report import main as main_of_report
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 

@@ -4,9 +4,8 @@ import argparse
 from pathlib import Path
 
 import pytest
-from megatron.core.optimizer import checkpoint_command
 
-from tools.checkpoint import convert_ckpt_pp_vpp, gpt_into_hybrid, inspect_checkpoint
+from tools.checkpoint import convert_ckpt_pp_vpp, gpt_into_hybrid, inspect_checkpoint, resume_report
 from tools.checkpoint.common.arguments import why_not_local
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge import cli
@@ -18,7 +17,7 @@ PARSERS = {
     'converter': convert_ckpt_pp_vpp.parser,
     'inspector': inspect_checkpoint.make_parser,
     'dry run': gpt_into_hybrid.make_parser,
-    'resume report': checkpoint_command.make_parser,
+    'resume report': resume_report.make_parser,
 }
 NO_PATHS = {'pattern', '--keep-fp32'}  # the arguments with text of any kind that names no file
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.checkpoint_command import main
-from megatron.core.optimizer.resume_report import ResumeReport, describe, read_resume_report
 
 from tests.cpu_megatron import warm
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, model_parallel
 from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.unit_tests.optimizer.leaked_steps import save_with_leaked_steps
+from tools.checkpoint.inspection.resume import ResumeReport, describe, read_resume_report
+from tools.checkpoint.resume_report import main
 
 
 @pytest.fixture(scope='module')

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.checkpoint_command import main
-from megatron.core.optimizer.resume_report import find_distributed
-from megatron.core.optimizer.weight_check import check_weights
 
 from tests.cpu_megatron.torchrun import two_at_once
 from tests.cpu_megatron.whole_checkpoint import read_tensors
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
+from tools.checkpoint.inspection.resume import find_distributed
+from tools.checkpoint.inspection.weights import check_weights
+from tools.checkpoint.resume_report import main
 
 BF16 = ['--bf16', '--use-distributed-optimizer', '--train-iters', '3']
 SAVED = [*BF16, '--dist-ckpt-optim-fully-reshardable']

@@ -1,26 +1,29 @@
-"""The command line of ``python -m megatron.core.optimizer.distrib_optimizer``."""
+"""Tell from a checkpoint what resuming from it will do to the optimizer.
+
+``python -m megatron.core.optimizer.distrib_optimizer`` runs it where the overlay is installed.
+"""
 
 import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.optimizer.resume_report import describe, read_resume_report
-from megatron.core.optimizer.weight_check import check_weights
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    __package__ = 'tools.checkpoint'
 
-try:
-    from megatron_overlay.tools.checkpoint.common.arguments import local_path
-    from megatron_overlay.tools.checkpoint.common.stdout import complain, tell
-except ModuleNotFoundError:
-    # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common.arguments import local_path
-    from tools.checkpoint.common.stdout import complain, tell
+from .common.arguments import local_path
+from .common.overlay import LOAD_MODULES, why_not_active
+from .common.quiet import quiet_imports
+from .common.stdout import complain, tell
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog='python -m megatron.core.optimizer.distrib_optimizer',
         description='Tell from a distributed checkpoint what resuming from it will do to the '
         'optimizer. Changes nothing, and reads no tensors without --check-weights.',
+        allow_abbrev=False,
     )
     parser.add_argument(
         'checkpoint', type=local_path, help='directory of one iteration, or the one above it'
@@ -33,13 +36,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
         0 when a report was printed and no weight differs, else 1.
     """
     options = make_parser().parse_args(argv)
+    reason = why_not_active(*LOAD_MODULES)
+    if reason:
+        return complain(reason)
+    with quiet_imports():
+        from .common.errors import CheckpointingException
+        from .inspection.resume import describe, read_resume_report
+        from .inspection.weights import check_weights
     try:
         if not options.check_weights:
             return 0 if tell(describe(read_resume_report(options.checkpoint))) else 1
@@ -47,3 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except CheckpointingException as error:
         return complain(error)
     return 0 if tell(check.describe()) and not check.different else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
-from megatron.core.optimizer.resume_report import find_distributed, printable
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,6 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
+
+from ..common.stdout import printable
+from .resume import find_distributed
 
 _MAIN_PARAM = re.compile(r'(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)')
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,15 +16,10 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
-from megatron.core.optimizer.resume_report import read_common_state
 
-try:
-    from megatron_overlay.tools.checkpoint.common.directory import LEGACY, find_checkpoint
-    from megatron_overlay.tools.checkpoint.common.stdout import printable, tell
-except ModuleNotFoundError:
-    # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common.directory import LEGACY, find_checkpoint
-    from tools.checkpoint.common.stdout import printable, tell
+from ..common.directory import LEGACY, find_checkpoint
+from ..common.stdout import printable, tell
+from .resume import read_common_state
 
 
 def report(checkpoint: str, pattern: str) -> int:

@@ -23,17 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
-try:
-    from megatron_overlay.tools.checkpoint.common import stored
-    from megatron_overlay.tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
-    from megatron_overlay.tools.checkpoint.common.paths import RELEASE
-    from megatron_overlay.tools.checkpoint.common.stdout import printable
-except ModuleNotFoundError:
-    # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common import stored
-    from tools.checkpoint.common.directory import DISTRIBUTED, find_checkpoint
-    from tools.checkpoint.common.paths import RELEASE
-    from tools.checkpoint.common.stdout import printable
+from ..common import stored
+from ..common.directory import DISTRIBUTED, find_checkpoint
+from ..common.paths import RELEASE
+from ..common.stdout import printable
 
 _ARGUMENTS = re.compile(r'args$')
 _SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
