@@ -21,12 +21,14 @@ class Record:
         model: parameters and buffers after the last iteration.
         optimizer: every tensor and number of the inner optimizers after the last iteration.
         loaded: this rank's shards of the distributed optimizer before the first iteration.
+        trained: the same after the last one.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, torch.Tensor] = field(default_factory=dict)
     loaded: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    trained: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
@@ -133,6 +135,7 @@ def recording(training, log: str | Path | None = None) -> Iterator[Record]:
             return train(forward_step_func, model, optimizer, *args, **kwargs)
         finally:
             record.model, record.optimizer = model_state(model), optimizer_state(optimizer)
+            record.trained = optimizer_shards(optimizer)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(training, 'train_step', recorded_step))

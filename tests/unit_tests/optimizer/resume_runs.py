@@ -4,7 +4,7 @@
 
 TASKS is a JSON list of ``{"name", "kind", "arguments", "result"}``. Each run's record goes to
 ``<result>.<rank>``, an error to the same file as text. ``"--load"`` in the arguments loads the
-checkpoint of the third iteration.
+checkpoint of the third iteration, or of the task's ``"iteration"``.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def main() -> None:
     for task in json.loads(Path(sys.argv[1]).read_text()):
         if '--load' in task['arguments']:
             load = task['arguments'].index('--load') + 1
-            write_tracker(Path(task['arguments'][load]), 3)
+            write_tracker(Path(task['arguments'][load]), task.get('iteration', 3))
         try:
             result = dataclasses.asdict(run(task['kind'], task['arguments']))
         except (Exception, SystemExit):
@@ -57,6 +57,23 @@ def read_records(result: Path) -> list[dict]:
     failed = [record for record in records if isinstance(record, str)]
     assert records and not failed, failed[0]
     return records
+
+
+def whole_tensors(records: list[dict], when: str = 'loaded') -> dict[str, torch.Tensor]:
+    """Each state of each parameter put together from the ranks' shards.
+
+    Args:
+        records: of all ranks.
+        when: ``'loaded'``, before the first step, or ``'trained'``, after the last.
+    """
+    shards: dict[str, dict[int, torch.Tensor]] = {}
+    for record in records:
+        for key, (start, shard) in record[when].items():
+            shards.setdefault(key, {})[start if shard.dim() else 0] = shard
+    return {
+        key: torch.cat([parts[start] for start in sorted(parts)]) if parts[0].dim() else parts[0]
+        for key, parts in shards.items()
+    }
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import torch
 
 from tests.cpu_megatron import ON_GPU
 from tests.cpu_megatron.torchrun import two_at_once
-from tests.unit_tests.optimizer.resume_runs import launch, read_records
+from tests.unit_tests.optimizer.resume_runs import launch, read_records, whole_tensors
 
 ADAMS = ('torch_adam', 'fused_adam')
 FORMATS = {
@@ -230,15 +230,3 @@ def test_another_data_parallel_size_loads_the_same_state(runs, saved_by, shardin
     assert {'param', 'exp_avg', 'exp_avg_sq'} <= states
     if 'offload' in name:
         assert {'inner', 'master_param'} <= states
-
-
-def whole_tensors(records: list[dict]) -> dict[str, torch.Tensor]:
-    """Each state of each parameter put together from the ranks' shards before the first step."""
-    shards = {}
-    for record in records:
-        for key, (start, shard) in record['loaded'].items():
-            shards.setdefault(key, {})[start if shard.dim() else 0] = shard
-    return {
-        key: torch.cat([parts[start] for start in sorted(parts)]) if parts[0].dim() else parts[0]
-        for key, parts in shards.items()
-    }
