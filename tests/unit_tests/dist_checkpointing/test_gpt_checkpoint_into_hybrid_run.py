@@ -101,7 +101,9 @@ CASES = {
     'virtual pipeline to tp': Case('M*-*-*-*-', (1, 2, 1, 1), (2, 1, 1, 1), save=FOUR_CHUNKS),
     'experts 2 to 1': Case('*EM*E', (1, 1, 2, 2), (1, 1, 1, 1), model=MOE + GATED),
     'experts 1 to 2': Case('*E*E', (1, 1, 1, 1), (1, 1, 2, 2), model=MOE),
-    'experts 2 to 4': Case('*E*E', (1, 1, 2, 2), (1, 1, 4, 4), model=MOE + GATED),
+    'experts 2 to 4': Case(
+        '*E*E', (1, 1, 2, 2), (1, 1, 4, 4), model=[*MOE, *GATED, '--global-batch-size=8']
+    ),
     'eight ranks': Case(
         'M*-*-|M*-*-', (1, 2, 1, 2), (2, 2, 1, 2), model=GATED, save=['--num-layers=4']
     ),
