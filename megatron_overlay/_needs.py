@@ -39,6 +39,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.explicit_names',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.dist_checkpointing.mamba_from_attention',
         ],
         'names': {
             'megatron.core.dist_checkpointing.dict_utils': ['dict_list_map_inplace'],
@@ -56,6 +57,7 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.load_plan',
             'megatron.core.optimizer.resume_report',
         ],
@@ -79,6 +81,7 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
         ],
         'names': {
             'megatron.core.dist_checkpointing.dict_utils': [
@@ -105,9 +108,21 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.mamba_from_attention',
             'megatron.core.dist_checkpointing.saved_arguments',
         ],
         'names': {},
+    },
+    'megatron.core.dist_checkpointing.mamba_from_attention': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.mapping': ['ShardedTensor', 'ShardedTensorFactory'],
+            'megatron.core.models.hybrid.hybrid_layer_allocation': ['Symbols'],
+        },
     },
     'megatron.core.dist_checkpointing.read_record': {
         'extends': False,
@@ -155,6 +170,19 @@ NEEDS: dict[str, dict] = {
             'MCoreLoadPlanner': [],
         },
         'parameters': {},
+    },
+    'megatron.core.dist_checkpointing.validation': {
+        'extends': True,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.validation': ['validate_sharding_integrity'],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            'reading_parts': ['is_partly_read'],
+            'validate_sharding_integrity': ['global_metadata', '*args', '**kwargs'],
+        },
     },
     'megatron.core.optimizer.checkpoint_command': {
         'extends': False,
@@ -360,6 +388,25 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
         },
     },
+    'megatron.training.arguments': {
+        'extends': True,
+        'overlay': [
+            'megatron.core.dist_checkpointing.serialization',
+            'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.validation',
+            'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
+            'megatron.core.optimizer.distrib_optimizer',
+            'megatron.core.optimizer.optimizer',
+        ],
+        'names': {
+            'megatron.training.arguments': ['add_megatron_arguments'],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            'add_megatron_arguments': ['parser'],
+        },
+    },
     'megatron.training.checkpointing': {
         'extends': True,
         'overlay': [
@@ -371,6 +418,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.serialization',
             'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.validation',
             'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
             'megatron.core.optimizer.distrib_optimizer',
             'megatron.core.optimizer.optimizer',
