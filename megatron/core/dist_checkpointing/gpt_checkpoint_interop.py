@@ -58,6 +58,10 @@ from megatron.core.dist_checkpointing.gpt_layer_maps import (
     gpt_compatible_layer_maps,
 )
 from megatron.core.dist_checkpointing.key_arguments import arguments_behind
+from megatron.core.dist_checkpointing.layer_axis import (
+    _prepend_gpt_layer_axis,
+    chunk_of_one_layer,
+)
 from megatron.core.dist_checkpointing.mamba_from_attention import (
     attention_part,
     built_from_attention,
@@ -65,15 +69,14 @@ from megatron.core.dist_checkpointing.mamba_from_attention import (
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
 )
 
 __all__ = [
     '_FRESH_INIT_SYMBOLS',
     '_GPT_SOURCED_SYMBOLS',
+    '_prepend_gpt_layer_axis',
     'GPTCompatLayerMaps',
     'gpt_compatible_layer_maps',
     'retarget_fsdp_state_dict_to_gpt_checkpoint',
@@ -142,7 +145,9 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
             entry.key = f'{before}{gpt_layer}.{after}'
             return entry
         entry.key = before + after
-        return _prepend_gpt_layer_axis(entry, gpt_layer, layer_maps.num_gpt_layers)
+        partly = layer_maps.is_partly_read(_own_name(entry.key))
+        stack = chunk_of_one_layer if partly else _prepend_gpt_layer_axis
+        return stack(entry, gpt_layer, layer_maps.num_gpt_layers)
 
     dict_list_map_inplace(retarget, sharded_state_dict)
 
@@ -158,40 +163,6 @@ def _warm_start_of(
     if source is None or (state and state.group(1) not in _MAIN_PARAMETERS):
         return None, ''
     return layer_maps.warm_start.get(hybrid_layer), source
-
-
-def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
-    """Make ``entry`` shard ``gpt_layer_idx`` along a new leading axis of ``num_gpt_layers``.
-
-    Args:
-        entry: a ShardedTensor of global shape (…), which becomes (num_gpt_layers, …); a
-            ShardedObject, whose ``(1,)`` placeholder shape the layer axis replaces; or a
-            ShardedTensorFactory, which then builds entries so changed.
-
-    Returns:
-        ``entry``, changed in place.
-    """
-    if isinstance(entry, ShardedTensor):
-        entry.axis_fragmentations = (num_gpt_layers,) + tuple(entry.axis_fragmentations)
-        entry.prepend_axis_num = entry.prepend_axis_num + 1
-    elif isinstance(entry, ShardedTensorFactory):
-        build_without_layer_axis = entry.build_fn
-
-        def build(key, data, replica_id, flattened_range):
-            built = build_without_layer_axis(key, data, replica_id, flattened_range)
-            return dict_list_map_inplace(
-                lambda part: _prepend_gpt_layer_axis(part, gpt_layer_idx, num_gpt_layers), built
-            )
-
-        entry.build_fn = build
-        return entry
-    elif not isinstance(entry, ShardedObject):
-        return entry
-    elif (entry.global_shape, entry.global_offset) == ((1,), (0,)):
-        entry.global_shape, entry.global_offset = (), ()
-    entry.global_shape = (num_gpt_layers,) + tuple(entry.global_shape)
-    entry.global_offset = (gpt_layer_idx,) + tuple(entry.global_offset)
-    return entry
 
 
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
