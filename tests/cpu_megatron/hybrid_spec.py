@@ -30,7 +30,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from tests.cpu_megatron.latent_attention import gpt_latent_attention_layer_spec
+from tests.cpu_megatron.latent_attention import (
+    gpt_latent_attention_layer_spec,
+    sparse_attention_spec,
+)
 
 _mamba = ModuleSpec(
     module=MambaLayer,
@@ -118,6 +121,15 @@ _latent_attention = ModuleSpec(
     ),
 )
 
+_sparse_attention = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=sparse_attention_spec(),
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
 # The stack of a depth is built from the pattern.
 _mtp = ModuleSpec(
     module=MultiTokenPredictionBlock,
@@ -132,6 +144,7 @@ hybrid_stack_spec = ModuleSpec(
         mamba_layer=_mamba,
         attention_layer=_attention,
         gdn_layer=_gated_delta_net,
+        dsa_layer=_sparse_attention,
         mlp_layer=_mlp,
         moe_layer=_moe,
         mtp_block_spec=_mtp,

@@ -4,7 +4,6 @@ What the runs hold and compute is compared with a hybrid checkpoint that is put 
 the GPT's tensors and the hybrid model's initialisation.
 """
 
-import io
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 
 from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.torchrun import two_at_once
@@ -153,12 +152,10 @@ def target_arguments(case):
 def put_together(case: Case, path: Path) -> None:
     """``path/by_hand``: of a hybrid checkpoint the other state, and tensors that are made here."""
     template, target = path / 'template' / ITERATION, path / 'by_hand' / ITERATION
-    state = expected_tensors(case, path)
-    for key, value in read_objects(template).items():
-        state[key] = io.BytesIO()
-        torch.save(value, state[key])
+    state = expected_tensors(case, path) | read_objects(template)
     target.mkdir(parents=True)
-    save(state, storage_writer=FileSystemWriter(target), no_dist=True)
+    as_it_is = DefaultSavePlanner(flatten_state_dict=False)
+    save(state, storage_writer=FileSystemWriter(target), planner=as_it_is, no_dist=True)
     for file in template.iterdir():
         if file.suffix in ('.json', '.pt'):
             shutil.copy(file, target)
