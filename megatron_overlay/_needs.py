@@ -39,15 +39,15 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.explicit_names',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.dist_checkpointing.layer_axis',
+            'megatron.core.dist_checkpointing.mamba_from_attention',
         ],
         'names': {
             'megatron.core.dist_checkpointing.dict_utils': ['dict_list_map_inplace'],
             'megatron.core.dist_checkpointing.mapping': [
                 'LocalNonpersistentObject',
                 'ShardedBase',
-                'ShardedObject',
                 'ShardedStateDict',
-                'ShardedTensor',
                 'ShardedTensorFactory',
             ],
         },
@@ -68,6 +68,7 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
         ],
         'names': {
             'megatron.core.dist_checkpointing.dict_utils': [
@@ -88,15 +89,40 @@ NEEDS: dict[str, dict] = {
         'overlay': [],
         'names': {},
     },
+    'megatron.core.dist_checkpointing.layer_axis': {
+        'extends': False,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.dict_utils': ['dict_list_map_inplace'],
+            'megatron.core.dist_checkpointing.mapping': [
+                'ShardedBase',
+                'ShardedObject',
+                'ShardedTensor',
+                'ShardedTensorFactory',
+            ],
+        },
+    },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.mamba_from_attention',
             'megatron.core.dist_checkpointing.saved_arguments',
         ],
         'names': {},
+    },
+    'megatron.core.dist_checkpointing.mamba_from_attention': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.gpt_layer_maps',
+        ],
+        'names': {
+            'megatron.core.dist_checkpointing.mapping': ['ShardedTensor', 'ShardedTensorFactory'],
+            'megatron.core.models.hybrid.hybrid_layer_allocation': ['Symbols'],
+        },
     },
     'megatron.core.dist_checkpointing.read_record': {
         'extends': False,
@@ -144,6 +170,19 @@ NEEDS: dict[str, dict] = {
             'MCoreLoadPlanner': [],
         },
         'parameters': {},
+    },
+    'megatron.core.dist_checkpointing.validation': {
+        'extends': True,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.validation': ['validate_sharding_integrity'],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            'reading_parts': ['is_partly_read'],
+            'validate_sharding_integrity': ['global_metadata', '*args', '**kwargs'],
+        },
     },
     'megatron.core.optimizer.cpu_offloading.hybrid_optimizer': {
         'extends': True,
@@ -318,6 +357,25 @@ NEEDS: dict[str, dict] = {
             'groups_alike': ['own_groups', 'stored_groups', 'keys='],
         },
     },
+    'megatron.training.arguments': {
+        'extends': True,
+        'overlay': [
+            'megatron.core.dist_checkpointing.serialization',
+            'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.validation',
+            'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
+            'megatron.core.optimizer.distrib_optimizer',
+            'megatron.core.optimizer.optimizer',
+        ],
+        'names': {
+            'megatron.training.arguments': ['add_megatron_arguments'],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            'add_megatron_arguments': ['parser'],
+        },
+    },
     'megatron.training.checkpointing': {
         'extends': True,
         'overlay': [
@@ -329,6 +387,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.serialization',
             'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.validation',
             'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
             'megatron.core.optimizer.distrib_optimizer',
             'megatron.core.optimizer.optimizer',

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
+    _own_name,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
@@ -43,6 +44,7 @@ from megatron.core.dist_checkpointing.read_record import (
     recording_reads,
 )
 from megatron.core.dist_checkpointing.saved_arguments import saved_pattern
+from megatron.core.dist_checkpointing.validation import reading_parts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_model
 from megatron.training.gpt_hybrid_load import (
@@ -103,12 +105,17 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     """Upstream's, between the steps that a checkpoint of the other kind adds."""
     load = _current_load
     layer_maps = None if load is None or rank0 else load.plan.layer_maps
-    to_read, mixed = {}, []
+    to_read, mixed, is_partly_read = {}, [], None
     if load is not None and layer_maps is not None:
         to_read = _point_at_checkpoint(load, layer_maps, sharded_state_dict)
         mixed = make_dicts_of_mixed_lists(sharded_state_dict)
+        if layer_maps.replaced:
+
+            def is_partly_read(key: str) -> bool:
+                return layer_maps.is_partly_read(_own_name(key))
+
         amend_model_and_optimizer(load)
-    with recording_reads(to_read) as record:
+    with recording_reads(to_read) as record, reading_parts(is_partly_read):
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
         )
@@ -198,7 +205,9 @@ def _point_at_checkpoint(
     zero_moments_of_fresh_layers([part for key, part in parts.items() if 'optimizer' in key])
     if load.stored is None or load.stored.layout is None:
         return {}
-    return check_sources(parts, load.stored.layout, bool(layer_maps.mtp_pattern))
+    return check_sources(
+        parts, load.stored.layout, bool(layer_maps.mtp_pattern), layer_maps.is_replaced
+    )
 
 
 def _on_first_rank(read):

@@ -47,6 +47,7 @@ def install() -> None:
         collectives,
         facade,
         fused_adam_convention,
+        gated_delta_reference,
         hooks,
         mamba_reference,
     )
@@ -55,6 +56,7 @@ def install() -> None:
         facade.install()
         collectives.install()
     mamba_reference.install()
+    gated_delta_reference.install()
     hooks.install()
     if adam == 'fused_adam':
         fused_adam_convention.install()

@@ -8,6 +8,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -29,7 +30,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from tests.cpu_megatron.latent_attention import gpt_latent_attention_layer_spec
+from tests.cpu_megatron.latent_attention import (
+    gpt_latent_attention_layer_spec,
+    sparse_attention_spec,
+)
 
 _mamba = ModuleSpec(
     module=MambaLayer,
@@ -67,6 +71,23 @@ _attention = ModuleSpec(
     ),
 )
 
+# Its norms are parts of other modules in TE; nothing but a checkpoint of its own has them.
+_gated_delta_net = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=ModuleSpec(
+            module=GatedDeltaNet,
+            submodules=GatedDeltaNetSubmodules(
+                in_proj=ColumnParallelLinear,
+                out_norm=WrappedTorchNorm,
+                out_proj=RowParallelLinear,
+            ),
+        ),
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
 _mlp = ModuleSpec(
     module=MLPLayer,
     submodules=TransformerLayerSubmodules(
@@ -100,6 +121,15 @@ _latent_attention = ModuleSpec(
     ),
 )
 
+_sparse_attention = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=sparse_attention_spec(),
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
+
 # The stack of a depth is built from the pattern.
 _mtp = ModuleSpec(
     module=MultiTokenPredictionBlock,
@@ -113,6 +143,8 @@ hybrid_stack_spec = ModuleSpec(
     submodules=HybridStackSubmodules(
         mamba_layer=_mamba,
         attention_layer=_attention,
+        gdn_layer=_gated_delta_net,
+        dsa_layer=_sparse_attention,
         mlp_layer=_mlp,
         moe_layer=_moe,
         mtp_block_spec=_mtp,

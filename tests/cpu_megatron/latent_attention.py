@@ -3,9 +3,18 @@
 The local core attention takes keys and values of one size; this one is plain causal attention.
 """
 
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+# HybridModel's sparse attention since megatron-core 0.19.
+_ABSORBED = 'megatron.core.transformer.experimental_attention_variant.absorbed_mla'
 
 
 class CoreAttention(torch.nn.Module):
@@ -35,3 +44,47 @@ def gpt_latent_attention_layer_spec(**options) -> ModuleSpec:
         'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_'
     }
     return spec
+
+
+class DuplicatedLinear(torch.nn.Linear):
+    """A linear layer that every rank has whole, built with the arguments of TE's."""
+
+    def __init__(self, input_size, output_size, *, config, init_method, bias, **options):
+        super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
+        init_method(self.weight)
+
+    def forward(self, x):
+        """Output, and no bias to be added later."""
+        return super().forward(x), None
+
+
+def sparse_attention_spec(**options) -> ModuleSpec:
+    """Megatron's sparse attention (DSA), which only computes with kernels for GPUs."""
+    latent = gpt_latent_attention_layer_spec(**options).submodules.self_attention
+    linears = vars(latent.submodules) | {
+        'core_attention': ModuleSpec(
+            module=dsa.DSAttention,
+            submodules=dsa.DSAttentionSubmodules(
+                indexer=ModuleSpec(
+                    module=dsa.DSAIndexer,
+                    submodules=dsa.DSAIndexerSubmodules(
+                        linear_wq_b=DuplicatedLinear,
+                        linear_wk=DuplicatedLinear,
+                        k_norm=WrappedTorchNorm,
+                        linear_weights_proj=DuplicatedLinear,
+                    ),
+                )
+            ),
+        )
+    }
+    attention, submodules = latent.module, type(latent.submodules)
+    if find_spec(_ABSORBED):
+        absorbed = import_module(_ABSORBED)
+        attention = absorbed.AbsorbedMLASelfAttention
+        submodules = absorbed.AbsorbedMLASelfAttentionSubmodules
+    known = {field.name for field in fields(submodules)}
+    return ModuleSpec(
+        module=attention,
+        params=latent.params,
+        submodules=submodules(**{name: part for name, part in linears.items() if name in known}),
+    )

@@ -17,6 +17,14 @@ from .common.stdout import complain
 
 # Options have a small letter; layer symbols don't.
 _OPTION = re.compile(r'-.*[a-z]').match
+# They decide whether Mamba layers can begin with an attention.
+RUN_SIZES = (
+    'mamba_num_heads',
+    'mamba_head_dim',
+    'mamba_state_dim',
+    'mamba_num_groups',
+    'tensor_model_parallel_size',
+)
 _DESCRIPTION = """\
 Tell what `pretrain_hybrid.py --load CHECKPOINT --hybrid-layer-pattern PATTERN` will do with a
 checkpoint of a GPT model: which layer reads what, what starts fresh, and whether the load will
@@ -37,6 +45,23 @@ def make_parser() -> argparse.ArgumentParser:
         help='what --load gets: the directory with latest_checkpointed_iteration.txt',
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
+    parser.add_argument(
+        '--replace-gpt-attention',
+        action='store_true',
+        help='as in the run: where the pattern has no attention, that of the checkpoint is unread',
+    )
+    parser.add_argument(
+        '--init-mamba-from-attention',
+        action='store_true',
+        help='as in the run: Mamba layers begin with the attention they replace',
+    )
+    for name in RUN_SIZES:
+        parser.add_argument(
+            f'--{name.replace("_", "-")}',
+            type=int,
+            default=argparse.SUPPRESS,
+            help="the run's, where it isn't that of the run which saved the checkpoint",
+        )
     return parser
 
 
@@ -52,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(reason)
     with quiet_imports():
         from .inspection.gpt_into_hybrid import report
-    return report(options.checkpoint, options.pattern)
+    return report(**vars(options))
 
 
 def _with_pattern_last(argv: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -143,7 +143,10 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
 
 
 def check_sources(
-    sharded_state_dict: ShardedStateDict, layout: CheckpointLayout, with_mtp: bool = False
+    sharded_state_dict: ShardedStateDict,
+    layout: CheckpointLayout,
+    with_mtp: bool = False,
+    is_replaced: Callable[[str], bool] = lambda key: False,
 ) -> dict[Shard, int]:
     """Make sure that model and checkpoint have the same weights, before anything is read.
 
@@ -155,6 +158,7 @@ def check_sources(
         sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
         layout: of the checkpoint.
         with_mtp: the model has multi-token prediction, so the checkpoint's has to be read too.
+        is_replaced: whether a key is of weights that the model is meant to leave unread.
 
     Returns:
         How many elements of each of this rank's shards the checkpoint has, for a
@@ -168,7 +172,9 @@ def check_sources(
     missing = sorted(requested - layout.keys)
     prefixes = (*WEIGHT_PREFIXES, 'mtp.') if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
-        key for key in layout.keys if key.startswith(prefixes) and not key.endswith('_extra_state')
+        key
+        for key in layout.keys
+        if key.startswith(prefixes) and not key.endswith('_extra_state') and not is_replaced(key)
     )
     unread = torch.tensor(
         [key not in requested for key in weights], dtype=torch.uint8, device='cpu'

@@ -1,10 +1,16 @@
 """Loads GPT distributed checkpoints into HybridModel runs, without converting them.
 
 A GPT decoder layer is an attention and an MLP under one index; HybridModel gives each its own
-layer. The i-th attention position of a hybrid pattern reads GPT layer i's attention, the i-th MLP
-position its MLP, and a Mamba position reads nothing. Only where an entry is looked up changes: the
+layer (:mod:`gpt_layer_maps` says which reads what). Only where an entry is looked up changes: the
 run's sharded state dict is pointed at the checkpoint's keys, and :func:`dist_checkpointing.load`
-reads and reshards as for any other checkpoint.
+reads and reshards as for any other checkpoint. With the pattern ``M*-M*-``:
+
+    decoder.layers.1.self_attention.linear_qkv.weight
+        ->  decoder.layers.self_attention.linear_qkv.weight, layer 0 of 2 along a new first axis
+    decoder.layers.5.mlp.linear_fc1.weight
+        ->  decoder.layers.mlp.linear_fc1.weight, layer 1 of 2
+    decoder.layers.0.mixer.in_proj.weight
+        ->  not read
 
 The state of an optimizer in a model-space format carries the parameters' keys and shards, so the
 same functions serve it.
@@ -16,6 +22,9 @@ same functions serve it.
     request = model.sharded_state_dict()
     retarget_sharded_state_dict_to_gpt_checkpoint(request, layer_maps)
     model.load_state_dict(dist_checkpointing.load(request, directory))
+
+Where attention is replaced, some layers of its tensors aren't read: pass ``load`` also
+``validate_access_integrity=False``.
 """
 
 import re
@@ -49,18 +58,25 @@ from megatron.core.dist_checkpointing.gpt_layer_maps import (
     gpt_compatible_layer_maps,
 )
 from megatron.core.dist_checkpointing.key_arguments import arguments_behind
+from megatron.core.dist_checkpointing.layer_axis import (
+    _prepend_gpt_layer_axis,
+    chunk_of_one_layer,
+)
+from megatron.core.dist_checkpointing.mamba_from_attention import (
+    attention_part,
+    built_from_attention,
+)
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
-    ShardedTensor,
     ShardedTensorFactory,
 )
 
 __all__ = [
     '_FRESH_INIT_SYMBOLS',
     '_GPT_SOURCED_SYMBOLS',
+    '_prepend_gpt_layer_axis',
     'GPTCompatLayerMaps',
     'gpt_compatible_layer_maps',
     'retarget_fsdp_state_dict_to_gpt_checkpoint',
@@ -73,6 +89,9 @@ _OWN_PREFIX = r'^(?:(?:module|model\d*|chained_\d+|optimizer\.state\.[^.]+)\.)*'
 _OWN_PREFIX_RE = re.compile(_OWN_PREFIX)
 _PARAMETER_RE = re.compile(f'{_OWN_PREFIX}(?:{"|".join(map(re.escape, WEIGHT_PREFIXES))}|mtp[.])')
 _DECODER_LAYER_KEY_RE = re.compile(_OWN_PREFIX + r'decoder\.layers\.(\d+)\.')
+# Optimizer state that is a weight in more precision.
+_STATE_RE = re.compile(r'(?:^|\.)optimizer\.state\.([^.]+)\.')
+_MAIN_PARAMETERS = ('param', 'fp32_param')
 # A depth of multi-token prediction is one GPT layer, and in HybridModel a stack of its own; in
 # `torch_dist` the two also differ in the name of what holds it.
 _MTP_LAYER_KEY_RE = re.compile(
@@ -113,51 +132,37 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
                 return LocalNonpersistentObject(entry.data)
             entry.key = key
             return entry
+        before, after = entry.key[: layer.start(1)], entry.key[layer.end() :]
         gpt_layer = _gpt_layer_of(layer, entry.key, layer_maps)
         if gpt_layer is None:
-            return LocalNonpersistentObject(entry.data)
-        before, after = entry.key[: layer.start(1)], entry.key[layer.end() :]
+            gpt_layer, part = _warm_start_of(int(layer.group(1)), before, after, layer_maps)
+            if gpt_layer is None:
+                return LocalNonpersistentObject(entry.data)
+            if isinstance(entry, ShardedTensorFactory) and layer_maps.attention_sizes:
+                entry = built_from_attention(entry, layer_maps.attention_sizes)
+            after = part
         if layer_maps.indexed:
             entry.key = f'{before}{gpt_layer}.{after}'
             return entry
         entry.key = before + after
-        return _prepend_gpt_layer_axis(entry, gpt_layer, layer_maps.num_gpt_layers)
+        partly = layer_maps.is_partly_read(_own_name(entry.key))
+        stack = chunk_of_one_layer if partly else _prepend_gpt_layer_axis
+        return stack(entry, gpt_layer, layer_maps.num_gpt_layers)
 
     dict_list_map_inplace(retarget, sharded_state_dict)
 
 
-def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
-    """Make ``entry`` shard ``gpt_layer_idx`` along a new leading axis of ``num_gpt_layers``.
+def _warm_start_of(
+    hybrid_layer: int, before: str, part: str, layer_maps: GPTCompatLayerMaps
+) -> tuple[int | None, str]:
+    """GPT layer and part of its attention that a fresh layer's ``part`` begins with.
 
-    Args:
-        entry: a ShardedTensor of global shape (…), which becomes (num_gpt_layers, …); a
-            ShardedObject, whose ``(1,)`` placeholder shape the layer axis replaces; or a
-            ShardedTensorFactory, which then builds entries so changed.
-
-    Returns:
-        ``entry``, changed in place.
+    None in place of the layer where it begins with nothing; so do moments.
     """
-    if isinstance(entry, ShardedTensor):
-        entry.axis_fragmentations = (num_gpt_layers,) + tuple(entry.axis_fragmentations)
-        entry.prepend_axis_num = entry.prepend_axis_num + 1
-    elif isinstance(entry, ShardedTensorFactory):
-        build_without_layer_axis = entry.build_fn
-
-        def build(key, data, replica_id, flattened_range):
-            built = build_without_layer_axis(key, data, replica_id, flattened_range)
-            return dict_list_map_inplace(
-                lambda part: _prepend_gpt_layer_axis(part, gpt_layer_idx, num_gpt_layers), built
-            )
-
-        entry.build_fn = build
-        return entry
-    elif not isinstance(entry, ShardedObject):
-        return entry
-    elif (entry.global_shape, entry.global_offset) == ((1,), (0,)):
-        entry.global_shape, entry.global_offset = (), ()
-    entry.global_shape = (num_gpt_layers,) + tuple(entry.global_shape)
-    entry.global_offset = (gpt_layer_idx,) + tuple(entry.global_offset)
-    return entry
+    source, state = attention_part(part), _STATE_RE.search(before)
+    if source is None or (state and state.group(1) not in _MAIN_PARAMETERS):
+        return None, ''
+    return layer_maps.warm_start.get(hybrid_layer), source
 
 
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
@@ -284,6 +289,8 @@ def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None =
 
 def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> int | None:
     hybrid_layer = int(layer.group(1))
+    if layer_maps.is_fresh_indexer(key[layer.end() :]):
+        return None
     try:
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:

@@ -1,7 +1,15 @@
-"""Which layer of a GPT model each layer of a hybrid pattern corresponds to."""
+"""Which layer of a GPT model each layer of a hybrid pattern corresponds to.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+A pattern is taken apart into symbols, the symbols are paired with GPT layers, and the pairs are
+compared with the layers of a checkpoint:
+
+    pattern                        '*-*-'    'M-*-', with attention replaced
+    GPT layer 0: attention, MLP     0, 1      none (0 in its place), 1
+    GPT layer 1: attention, MLP     2, 3      2, 3
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
 from megatron.core.models.hybrid.hybrid_layer_allocation import (
@@ -13,9 +21,23 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import (
 _MLP_KINDS = {Symbols.MLP: DENSE, Symbols.MOE: MOE}
 _MLP_SYMBOLS = tuple(_MLP_KINDS)
 _GPT_SOURCED_SYMBOLS = (Symbols.ATTENTION, *_MLP_SYMBOLS)
-_FRESH_INIT_SYMBOLS = (Symbols.MAMBA,)
-# HybridModel has it since megatron-core 0.19.
-_LATENT_ATTENTION_SYMBOL = '+'
+_FRESH_INIT_SYMBOLS = (Symbols.MAMBA, Symbols.GDN)
+# HybridModel has the first since megatron-core 0.19. The second has an indexer beside it.
+_LATENT_ATTENTION_SYMBOLS = ('+', Symbols.DS_ATTENTION)
+_INDEXER = 'self_attention.core_attention.indexer.'
+
+# How keys of a GPT layer's attention go on, and of the input norm where that stands alone.
+ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
+REPLACE_ATTENTION = '--replace-gpt-attention'
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Of a GPT model's attention: heads, groups of them that share keys and values, channels."""
+
+    heads: int
+    query_groups: int
+    channels: int
 
 
 @dataclass(frozen=True)
@@ -25,15 +47,21 @@ class GPTCompatLayerMaps:
     Layer indices are global (over all pipeline stages) and count from 0.
 
     Attributes:
-        attention_to_gpt: hybrid layer of the i-th attention position -> i.
+        attention_to_gpt: hybrid layer of an attention position -> its GPT layer.
         mlp_to_gpt: hybrid layer of the i-th MLP position, dense or MoE -> i.
-        fresh_init: hybrid layers that keep their initialisation.
+        fresh_init: hybrid layers that keep their initialisation; of those in ``warm_start``, what
+            an attention doesn't have.
         num_gpt_layers: layers of the GPT checkpoint.
         indexed: the checkpoint stores the layer as an index in the key, as GPTModel does for
             layers that differ from one another, instead of as the leading axis.
         mtp_pattern: layers of each multi-token prediction depth, one attention, one MLP and any
             that start fresh; empty where the depths aren't paired.
         mtp_depths: how many such depths the pattern has.
+        symbols: of the pattern's layers.
+        replaced: GPT layer whose attention has no position -> the hybrid layers in its place.
+        fresh_indexers: indexers of sparse attention, which the checkpoint doesn't have.
+        warm_start: hybrid Mamba layer -> GPT layer whose attention it begins with.
+        attention_sizes: of that attention.
     """
 
     attention_to_gpt: Mapping[int, int]
@@ -43,12 +71,19 @@ class GPTCompatLayerMaps:
     indexed: bool = False
     mtp_pattern: str = ''
     mtp_depths: int = 0
+    symbols: str = field(default='', compare=False)
+    replaced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    fresh_indexers: bool = False
+    warm_start: Mapping[int, int] = field(default_factory=dict)
+    attention_sizes: AttentionSizes | None = None
 
     @property
     def keeps_gpt_order(self) -> bool:
         """Whether the layers with a source are computed as in GPT, each MLP after its attention."""
-        pairs = zip(self.attention_to_gpt, self.mlp_to_gpt, strict=True)
-        in_gpt_order = [layer for pair in pairs for layer in pair]
+        # an attention comes before the MLP of the same GPT layer
+        places = [(gpt, 0, hybrid) for hybrid, gpt in self.attention_to_gpt.items()]
+        places += [(gpt, 1, hybrid) for hybrid, gpt in self.mlp_to_gpt.items()]
+        in_gpt_order = [hybrid for _, _, hybrid in sorted(places)]
         of_mtp = [symbol for symbol in self.mtp_pattern if symbol not in _FRESH_INIT_SYMBOLS]
         mtp_begins_with_mlp = bool(of_mtp) and of_mtp[0] in _MLP_SYMBOLS
         return in_gpt_order == sorted(in_gpt_order) and not mtp_begins_with_mlp
@@ -65,110 +100,208 @@ class GPTCompatLayerMaps:
             return self.attention_to_gpt[hybrid_layer]
         return self.mlp_to_gpt[hybrid_layer]
 
+    def is_fresh_indexer(self, part: str) -> bool:
+        """Whether ``part``, the rest of a key after the layer, is of an indexer without source."""
+        return self.fresh_indexers and part.startswith(_INDEXER)
+
+    def is_partly_read(self, key: str) -> bool:
+        """Whether of the GPT checkpoint's ``key``, bare, some layers are read and others not."""
+        parts = tuple(f'decoder.layers.{part}' for part in ATTENTION_PARTS)
+        return bool(self.replaced) and key.startswith(parts)
+
+    def is_replaced(self, key: str) -> bool:
+        """Whether nothing needs to read the GPT checkpoint's ``key``, of a replaced attention."""
+        if self.indexed:
+            layers = [f'decoder.layers.{gpt}.' for gpt in self.replaced]
+        else:
+            layers = ['decoder.layers.'] * (len(self.replaced) == self.num_gpt_layers)
+        return key.startswith(tuple(layer + part for layer in layers for part in ATTENTION_PARTS))
+
+
+class _RefusedError(Exception):
+    pass
+
 
 def gpt_compatible_layer_maps(
-    hybrid_layer_pattern: str, layout: CheckpointLayout | None = None
+    hybrid_layer_pattern: str,
+    layout: CheckpointLayout | None = None,
+    replace_attention: bool = False,
 ) -> GPTCompatLayerMaps:
     """Pair the layers of a hybrid pattern with those of a GPT model.
+
+    With as many attention as MLP positions the i-th of each is GPT layer i's. With fewer, each MLP
+    ends a block, and the i-th block is GPT layer i's.
 
     Args:
         hybrid_layer_pattern: as in ``--hybrid-layer-pattern``; ``|`` separators don't matter.
         layout: of the checkpoint, where it is known. Its layers then have to be of the kinds that
-            the pattern asks for, which also allows patterns that mix dense and MoE MLPs,
-            multi-latent attention (``+``), and an MTP part, if the checkpoint has MTP depths.
+            the pattern asks for, which also allows patterns that mix dense and MoE MLPs, gated
+            delta nets (``G``), multi-latent attention (``+``, ``D``), and an MTP part, if the
+            checkpoint has MTP depths.
+        replace_attention: blocks may be without attention, and that of the GPT layer is not read.
 
     Raises:
         ValueError: the pattern is empty or None, has an MTP part without a source, has a symbol
-            that GPT layers can't provide, mixes dense and MoE MLPs, has unequal or zero numbers
-            of attention and MLP positions, or differs from ``layout``.
+            that GPT layers can't provide, mixes dense and MoE MLPs, has numbers of attention and
+            MLP positions that don't go together, a block with two attentions, an attention after
+            the last block, or differs from ``layout``.
     """
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(
-            f'Hybrid layer pattern {hybrid_layer_pattern!r} can not take a GPT checkpoint: {reason}'
-        )
-
-    if not hybrid_layer_pattern:
-        raise refuse('it is empty; set --hybrid-layer-pattern.')
     try:
-        parsed = parse_hybrid_pattern(hybrid_layer_pattern)
-    except ValueError as error:
-        raise refuse(str(error)) from error
-    if parsed.mtp_num_depths and (layout is None or not layout.mtp_depths):
-        raise refuse(f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.')
-    symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
-    if not symbols:
-        raise refuse('it has no layers; set --hybrid-layer-pattern.')
-    latent = layout is not None and layout.latent_attention
-    attention_symbol = _LATENT_ATTENTION_SYMBOL if latent else Symbols.ATTENTION
-    mtp_symbols = parsed.mtp_pattern or ''
-    if layout is not None:
-        other = Symbols.ATTENTION if latent else _LATENT_ATTENTION_SYMBOL
-        if other in symbols + mtp_symbols:
-            raise refuse(
-                f'the attention of the checkpoint is {"" if latent else "not "}multi-latent '
-                f'(MLA), so it goes into {attention_symbol!r} layers, not into {other!r}.'
+        parsed = _parse(hybrid_layer_pattern)
+        symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
+        mtp_symbols = parsed.mtp_pattern or ''
+        if parsed.mtp_num_depths and (layout is None or not layout.mtp_depths):
+            raise _RefusedError(
+                f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.'
             )
-    supported = [attention_symbol, *_MLP_SYMBOLS, *_FRESH_INIT_SYMBOLS]
-    strangers = sorted(set(symbols + mtp_symbols).difference(supported))
-    if strangers:
-        raise refuse(f'its layers {strangers} cannot be translated; supported are {supported}.')
-    if layout is not None and parsed.mtp_num_depths:
-        _check_mtp(parsed, attention_symbol, layout, refuse)
-    if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
-        raise refuse(
-            "it mixes dense and MoE MLPs, GPT layers are all alike; use only one of '-' or 'E'."
-        )
-    attention = [i for i, symbol in enumerate(symbols) if symbol == attention_symbol]
-    mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
-    if not attention or len(attention) != len(mlp):
-        raise refuse(
-            f'it has {len(attention)} attention ({attention_symbol!r}) and {len(mlp)} MLP '
-            f"('-' or 'E') positions; a GPT layer has one of each, so it needs an equal, nonzero "
-            f'number of both.'
-        )
-    if layout is not None:
-        if layout.num_layers != len(attention):
-            raise refuse(
-                f'it has {len(attention)} attention and MLP positions, the checkpoint '
-                f'{layout.num_layers} layers.'
+        if not symbols:
+            raise _RefusedError('it has no layers; set --hybrid-layer-pattern.')
+        attention_symbols = _check_kinds(symbols + mtp_symbols, layout)
+        if layout is not None and parsed.mtp_num_depths:
+            _check_mtp(parsed, attention_symbols, layout)
+        if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
+            raise _RefusedError(
+                "it mixes dense and MoE MLPs, GPT layers are all alike; use only one of '-' or 'E'."
             )
-        for gpt, hybrid in enumerate(mlp):
-            kind = layout.mlp_kinds.get(gpt)
-            if kind != _MLP_KINDS[symbols[hybrid]]:
-                raise refuse(
-                    f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
-                    f'{kind or "missing"}.'
-                )
+        attention, mlp, replaced = _pair(symbols, attention_symbols, replace_attention)
+        if layout is not None:
+            _compare(symbols, mlp, 'MLP' if replaced else 'attention and MLP', layout)
+    except _RefusedError as reason:
+        raise ValueError(
+            f'Hybrid layer pattern {hybrid_layer_pattern!r} can not take a GPT checkpoint: {reason}'
+        ) from reason.__cause__
     return GPTCompatLayerMaps(
-        attention_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(attention)},
-        mlp_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(mlp)},
+        attention_to_gpt=attention,
+        mlp_to_gpt=mlp,
         fresh_init=frozenset(
             i for i, symbol in enumerate(symbols) if symbol in _FRESH_INIT_SYMBOLS
         ),
-        num_gpt_layers=len(attention),
+        num_gpt_layers=len(mlp),
         indexed=layout is not None and layout.indexed,
         mtp_pattern=mtp_symbols,
         mtp_depths=parsed.mtp_num_depths if mtp_symbols else 0,
+        symbols=symbols,
+        replaced=replaced,
+        fresh_indexers=layout is not None and not any(_INDEXER in key for key in layout.keys),
     )
 
 
+def _parse(hybrid_layer_pattern: str) -> ParsedHybridPattern:
+    if not hybrid_layer_pattern:
+        raise _RefusedError('it is empty; set --hybrid-layer-pattern.')
+    try:
+        return parse_hybrid_pattern(hybrid_layer_pattern)
+    except ValueError as error:
+        raise _RefusedError(str(error)) from error
+
+
+def _check_kinds(symbols: str, layout: CheckpointLayout | None) -> tuple[str, ...]:
+    """Make sure that each layer has a source or needs none; returns the attention's symbols."""
+    latent = layout is not None and layout.latent_attention
+    attention = _LATENT_ATTENTION_SYMBOLS if latent else (Symbols.ATTENTION,)
+    if layout is not None:
+        others = {Symbols.ATTENTION, *_LATENT_ATTENTION_SYMBOLS}.difference(attention)
+        found = next((symbol for symbol in symbols if symbol in others), None)
+        if found is not None:
+            raise _RefusedError(
+                f'the attention of the checkpoint is {"" if latent else "not "}multi-latent '
+                f'(MLA), so it goes into {" or ".join(map(repr, attention))} layers, not into '
+                f'{found!r}.'
+            )
+    # Without a layout the answers are upstream's.
+    fresh = _FRESH_INIT_SYMBOLS if layout is not None else (Symbols.MAMBA,)
+    supported = [*attention, *_MLP_SYMBOLS, *fresh]
+    strangers = sorted(set(symbols).difference(supported))
+    if strangers:
+        raise _RefusedError(
+            f'its layers {strangers} cannot be translated; supported are {supported}.'
+        )
+    return attention
+
+
+def _pair(
+    symbols: str, attention_symbols: tuple[str, ...], replace_attention: bool
+) -> tuple[dict[int, int], dict[int, int], dict[int, tuple[int, ...]]]:
+    """GPT layer by attention and by MLP position; hybrid layers in an attention's place by GPT's.
+
+    Raises:
+        _RefusedError: the numbers of attention and MLP positions don't go together.
+    """
+    attention = [i for i, symbol in enumerate(symbols) if symbol in attention_symbols]
+    mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
+    mlp_to_gpt = {hybrid: gpt for gpt, hybrid in enumerate(mlp)}
+    if attention and len(attention) == len(mlp):
+        return {hybrid: gpt for gpt, hybrid in enumerate(attention)}, mlp_to_gpt, {}
+    has_fewer = len(attention) < len(mlp)
+    if has_fewer and replace_attention:
+        attention_to_gpt, replaced = _pair_blocks(symbols, attention, mlp)
+        return attention_to_gpt, mlp_to_gpt, replaced
+    way_out = f', or pass {REPLACE_ATTENTION} to leave the others unread' if has_fewer else ''
+    raise _RefusedError(
+        f'it has {len(attention)} attention ({" or ".join(map(repr, attention_symbols))}) and '
+        f"{len(mlp)} MLP ('-' or 'E') positions; a GPT layer has one of each, so it needs an "
+        f'equal, nonzero number of both{way_out}.'
+    )
+
+
+def _pair_blocks(
+    symbols: str, attention: list[int], mlp: list[int]
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """GPT layer by attention position, and what stands in the place of attention by GPT layer."""
+    attention_to_gpt, replaced, start = {}, {}, 0
+    for gpt, end in enumerate(mlp):
+        block = tuple(range(start, end))
+        own = [hybrid for hybrid in block if hybrid in attention]
+        if len(own) > 1:
+            raise _RefusedError(
+                f'its layers {own[0]} and {own[1]} are attention before one MLP, layer {end}; with '
+                f'fewer attention than MLP positions each MLP ends a block, the block of GPT layer '
+                f'{gpt}, and that has one attention.'
+            )
+        if own:
+            attention_to_gpt[own[0]] = gpt
+        else:
+            replaced[gpt] = block
+        start = end + 1
+    after = [hybrid for hybrid in attention if hybrid >= start]
+    if after:
+        raise _RefusedError(
+            f'its layer {after[0]} is attention after the last MLP; with fewer attention than MLP '
+            f'positions each MLP ends the block of a GPT layer, so that none is left for it.'
+        )
+    return attention_to_gpt, replaced
+
+
+def _compare(symbols: str, mlp: Mapping[int, int], counted: str, layout: CheckpointLayout) -> None:
+    """Make sure that the checkpoint has as many layers, with MLPs of the kinds in the pattern."""
+    if layout.num_layers != len(mlp):
+        raise _RefusedError(
+            f'it has {len(mlp)} {counted} positions, the checkpoint {layout.num_layers} layers.'
+        )
+    for hybrid, gpt in mlp.items():
+        kind = layout.mlp_kinds.get(gpt)
+        if kind != _MLP_KINDS[symbols[hybrid]]:
+            raise _RefusedError(
+                f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
+                f'{kind or "missing"}.'
+            )
+
+
 def _check_mtp(
-    parsed: ParsedHybridPattern,
-    attention_symbol: str,
-    layout: CheckpointLayout,
-    refuse: Callable[[str], ValueError],
+    parsed: ParsedHybridPattern, attention_symbols: tuple[str, ...], layout: CheckpointLayout
 ) -> None:
     # A layer that all depths share (--mtp-use-repeated-layer) is stored once.
     if layout.mtp_depths not in (1, parsed.mtp_num_depths):
-        raise refuse(
+        raise _RefusedError(
             f'it has {parsed.mtp_num_depths} MTP depths, the checkpoint {layout.mtp_depths}.'
         )
-    attention = parsed.mtp_pattern.count(attention_symbol)
-    mlp = sum(parsed.mtp_pattern.count(symbol) for symbol in _MLP_SYMBOLS)
+    pattern = parsed.mtp_pattern or ''
+    attention = sum(pattern.count(symbol) for symbol in attention_symbols)
+    mlp = sum(pattern.count(symbol) for symbol in _MLP_SYMBOLS)
     if (attention, mlp) != (1, 1):
-        raise refuse(
+        raise _RefusedError(
             f'an MTP depth of a GPT model is one layer, with one attention and one MLP, but the '
-            f'MTP part {parsed.mtp_pattern!r} has {attention} attention ({attention_symbol!r}) '
+            f'MTP part {pattern!r} has {attention} attention '
+            f'({" or ".join(map(repr, attention_symbols))}) '
             f"and {mlp} MLP ('-' or 'E') positions."
         )

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     _own_name,
     gpt_compatible_layer_maps,
 )
+from megatron.core.dist_checkpointing.gpt_layer_maps import ATTENTION_PARTS
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -39,7 +40,6 @@ _ATTENTION_SYMBOLS, _MLP_SYMBOLS = '*+', '-E'
 _GPT_LAYER_KEY_RE = re.compile(
     rf'(?P<before>{_OWN_PREFIX}decoder\.layers\.)(?:(?P<index>\d+)\.)?(?P<part>.+)'
 )
-_ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
 _MLP_PARTS = ('pre_mlp_layernorm.', 'mlp.')
 
 
@@ -111,6 +111,7 @@ def hybrid_checkpoint_layer_maps(layout: CheckpointLayout) -> GPTCompatLayerMaps
         mlp_to_gpt={hybrid: gpt for gpt, hybrid in enumerate(mlp)},
         fresh_init=frozenset(),
         num_gpt_layers=len(attention),
+        symbols=pattern,
     )
 
 
@@ -150,7 +151,7 @@ def retarget_sharded_state_dict_to_hybrid_checkpoint(
         if layer is None:
             entry.key = _rename_final_norm(entry.key)
             return entry
-        if layer['part'].startswith(_ATTENTION_PARTS):
+        if layer['part'].startswith(ATTENTION_PARTS):
             hybrid_layers = attention
         elif layer['part'].startswith(_MLP_PARTS):
             hybrid_layers = mlp

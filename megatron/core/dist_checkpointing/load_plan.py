@@ -16,8 +16,10 @@ from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
     hybrid_checkpoint_layer_maps,
     hybrid_checkpoint_pattern,
 )
+from megatron.core.dist_checkpointing.mamba_from_attention import WARM_START, with_warm_start
 from megatron.core.dist_checkpointing.saved_arguments import (
     contradiction,
+    effective,
     other_functions,
     other_weights,
     saved_pattern,
@@ -136,7 +138,16 @@ def any_run(stored: StoredCheckpoint, **arguments: Any) -> SimpleNamespace:
     Its optimizer is one that takes the stored state.
     """
     saved = getattr(stored.args, '__dict__', {})
-    own = dict.fromkeys(('hybrid_layer_pattern', 'num_layers', 'no_load_optim', 'finetune'))
+    own = dict.fromkeys(
+        (
+            'hybrid_layer_pattern',
+            'num_layers',
+            'no_load_optim',
+            'finetune',
+            'replace_gpt_attention',
+            'init_mamba_from_attention',
+        )
+    )
     kind = stored_optimizer_format(stored)
     return SimpleNamespace(**saved | own | {'use_distributed_optimizer': kind != PLAIN} | arguments)
 
@@ -209,8 +220,16 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
             'The checkpoint is of a GPT model, the run builds a hybrid one: '
             '--hybrid-layer-pattern must say which of its layers take the GPT layers.'
         )
+    # Programs that make their arguments by hand don't have these two.
+    replacing = getattr(args, 'replace_gpt_attention', None) is True
+    warm = getattr(args, 'init_mamba_from_attention', None) is True
     try:
-        layer_maps = interop.gpt_compatible_layer_maps(pattern, layout)
+        layer_maps = interop.gpt_compatible_layer_maps(pattern, layout, replacing)
+        if warm and (layout is None or stored.format != TORCH_DIST):
+            raise ValueError(f'{WARM_START} takes torch_dist checkpoints only; leave it out.')
+        if warm and layout is not None:
+            groups = effective(args, 'num_query_groups')
+            layer_maps = with_warm_start(layer_maps, layout, args, groups)
     except ValueError as error:
         raise _RefusedError(str(error)) from error
     saved_layers = getattr(stored.args, 'num_layers', None)
@@ -224,17 +243,46 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
         f'GPT checkpoint into a hybrid model: {layer_maps.num_gpt_layers} GPT layers feed '
         f'{len(layer_maps.attention_to_gpt)} attention and {len(layer_maps.mlp_to_gpt)} MLP layers'
     ]
-    if layer_maps.fresh_init:
-        notes.append(
-            f'WARNING: {len(layer_maps.fresh_init)} hybrid layer(s) have no source in the GPT '
-            f'checkpoint and start from their fresh initialisation.'
-        )
+    notes += _replaced_and_fresh(layer_maps)
     if layout is not None and layout.mtp_depths and not layer_maps.mtp_pattern:
         notes.append(
             f'WARNING: the {layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not read: '
             f"the pattern has no MTP part, such as '/*-'."
         )
     return layer_maps, [*notes, *_another_order(layer_maps, pattern)]
+
+
+def _replaced_and_fresh(layer_maps: GPTCompatLayerMaps) -> Iterator[str]:
+    if layer_maps.replaced:
+        by_layer = (
+            f'of GPT layer {gpt} by {in_place_of_attention(layer_maps, gpt)}'
+            for gpt in layer_maps.replaced
+        )
+        yield f'attention is replaced: {"; ".join(by_layer)}'
+    cold = layer_maps.fresh_init - layer_maps.warm_start.keys()
+    if cold:
+        yield (
+            f'WARNING: {len(cold)} hybrid layer(s) have no source in the GPT checkpoint and start '
+            f'from their fresh initialisation.'
+        )
+    if layer_maps.warm_start:
+        yield (
+            f'WARNING: {len(layer_maps.warm_start)} Mamba layer(s) begin with the attention they '
+            f'replace; their z, dt, A, D, convolution and gated norm, and their optimizer state, '
+            f'start fresh.'
+        )
+    sparse = [i for i in layer_maps.attention_to_gpt if layer_maps.symbols[i] == 'D']
+    if sparse and layer_maps.fresh_indexers:
+        yield (
+            f'WARNING: the indexers of {len(sparse)} sparse attention layer(s) have no source in '
+            f'the GPT checkpoint and start from their fresh initialisation.'
+        )
+
+
+def in_place_of_attention(layer_maps: GPTCompatLayerMaps, gpt_layer: int) -> str:
+    """Words on the hybrid layers that stand in the place of a GPT layer's attention."""
+    layers = [f'layer {i} ({layer_maps.symbols[i]})' for i in layer_maps.replaced[gpt_layer]]
+    return ', '.join(layers) or 'nothing'
 
 
 def _hybrid_into_gpt(

@@ -103,7 +103,7 @@ def _may_be(pattern: str, by_keys: str) -> bool:
 def other_weights(own: Any, saved: Any) -> str | None:
     """Why the checkpoint's weights would be taken for others by a run of these arguments."""
     for name in _ARRANGING:
-        found, expected = _effective(own, name), _effective(saved, name)
+        found, expected = effective(own, name), effective(saved, name)
         if found is None or expected is None or found is expected:
             continue
         if found != expected:
@@ -144,7 +144,8 @@ def _may_have(num_layers: Any, layout: CheckpointLayout) -> bool:
     return num_layers == layout.num_layers or (layout.indexed and num_layers > layout.num_layers)
 
 
-def _effective(args: Any, name: str) -> Any:
+def effective(args: Any, name: str) -> Any:
+    """Value of an argument as the model takes it; None where the arguments lack it."""
     # Without grouped-query attention the number means nothing, and a GPT run overwrites it when it
     # counts floating point operations, after the load and before the save.
     if name == 'num_query_groups' and not getattr(args, 'group_query_attention', False):

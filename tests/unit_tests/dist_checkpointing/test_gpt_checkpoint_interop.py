@@ -436,7 +436,8 @@ def test_mtp_depths_that_do_not_pair_are_refused(tmp_path):
         ('*-*-/*-/*-/*-', mtp, '3 MTP depths, the checkpoint 2'),
         ('*-*-/M/M', mtp, '0 attention .* and 0 MLP'),
         ('*-*-/*-*-/*-*-', mtp, '2 attention .* and 2 MLP'),
-        ('*-*-/G-/G-', mtp, "'G'"),
+        ('*-*-/G-/G-', mtp, '0 attention .* and 1 MLP'),
+        ('*-*-/*Q/*Q', mtp, "'Q'"),
     ]:
         with pytest.raises(ValueError, match=reason):
             interop.gpt_compatible_layer_maps(pattern, layout)

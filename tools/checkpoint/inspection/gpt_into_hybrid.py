@@ -3,8 +3,14 @@
 A look before a job waits in a queue.
 """
 
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from typing import Any
+
+from megatron.core.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.gpt_layer_maps import GPTCompatLayerMaps
 from megatron.core.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
@@ -12,6 +18,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     LoadPlan,
     StoredCheckpoint,
     any_run,
+    in_place_of_attention,
     needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
@@ -22,25 +29,26 @@ from ..common.stdout import printable, tell
 from .resume import read_common_state
 
 
-def report(checkpoint: str, pattern: str) -> int:
+def report(checkpoint: str, pattern: str, **arguments: Any) -> int:
     """Print which hybrid layer reads what, and whether the load will work.
 
     Args:
         checkpoint: as for ``--load``.
         pattern: as in ``--hybrid-layer-pattern``.
+        arguments: of the run, where they aren't those of the one that saved the checkpoint.
 
     Returns:
         0 when it will, 1 when it won't; the reason is the last line.
     """
     try:
-        lines = list(_lines(checkpoint, pattern))
+        lines = list(_lines(checkpoint, hybrid_layer_pattern=pattern, **arguments))
     except CheckpointingException as error:
         tell(f'Will not load: {printable(str(error))}')
         return 1
     return 0 if tell('\n'.join(map(printable, lines))) else 1
 
 
-def _lines(checkpoint: str, pattern: str):
+def _lines(checkpoint: str, **arguments: Any):
     found = find_checkpoint(checkpoint)
     if not found.given_to_load:
         raise CheckpointingException(
@@ -58,7 +66,7 @@ def _lines(checkpoint: str, pattern: str):
         )
     common = read_common_state(found.directory, found.metadata)
     stored = StoredCheckpoint(layout, common, found.format, found.release)
-    plan = plan_load(stored, any_run(stored, hybrid_layer_pattern=pattern), HYBRID)
+    plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
         raise CheckpointingException(plan.refusal)
     kept = 'one by one' if layout.indexed else 'stacked along an axis'
@@ -72,23 +80,29 @@ def _lines(checkpoint: str, pattern: str):
 def _sources(stored: StoredCheckpoint, plan: LoadPlan):
     layout, maps = stored.layout, plan.layer_maps
     assert layout is not None and maps is not None
-    sources = {
-        **{
-            hybrid: f'attention of GPT layer {gpt}' for hybrid, gpt in maps.attention_to_gpt.items()
-        },
-        **{
-            hybrid: f'{layout.mlp_kinds[gpt]} MLP of GPT layer {gpt}'
-            for hybrid, gpt in maps.mlp_to_gpt.items()
-        },
-        **{hybrid: 'fresh initialisation' for hybrid in maps.fresh_init},
-    }
-    for hybrid, source in sorted(sources.items()):
-        yield f'  hybrid layer {hybrid:3}  <-  {source}'
+    for hybrid in range(len(maps.symbols)):
+        yield f'  hybrid layer {hybrid:3}  <-  {_source(hybrid, maps, layout)}'
+    for gpt in maps.replaced:
+        yield f'  attention of GPT layer {gpt}: replaced by {in_place_of_attention(maps, gpt)}'
     if maps.mtp_pattern:
         depths = f'  MTP {maps.mtp_pattern!r}, {maps.mtp_depths} depth(s)'
         yield f'{depths}  <-  {layout.mtp_depths} MTP layer(s)'
         if maps.mtp_depths > layout.mtp_depths:
             yield '  one MTP layer for all depths: the run needs --mtp-use-repeated-layer'
+
+
+def _source(hybrid: int, maps: GPTCompatLayerMaps, layout: CheckpointLayout) -> str:
+    if hybrid in maps.mlp_to_gpt:
+        gpt = maps.mlp_to_gpt[hybrid]
+        return f'{layout.mlp_kinds[gpt]} MLP of GPT layer {gpt}'
+    if hybrid in maps.attention_to_gpt:
+        sparse = maps.symbols[hybrid] == 'D' and maps.fresh_indexers
+        indexer = '; its indexer: fresh initialisation' if sparse else ''
+        return f'attention of GPT layer {maps.attention_to_gpt[hybrid]}{indexer}'
+    if hybrid in maps.warm_start:
+        gpt = maps.warm_start[hybrid]
+        return f'x, B, C, output and norm: attention of GPT layer {gpt}; the rest: fresh'
+    return 'fresh initialisation'
 
 
 def _verdict(stored: StoredCheckpoint, plan: LoadPlan) -> str:

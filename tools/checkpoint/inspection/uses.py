@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.checkpoint_layout import MOE
+from megatron.core.dist_checkpointing.gpt_layer_maps import REPLACE_ATTENTION
 from megatron.core.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
@@ -60,6 +61,11 @@ def gpt_into_hybrid(stored: StoredCheckpoint) -> Use:
     reason = f'patterns with {", ".join(counts[:-1])} and {counts[-1]}'
     if len(set(mlps)) > 1:
         reason += f', the MLPs in the order {mlps}'
+    without_attention = any_run(
+        stored, hybrid_layer_pattern=''.join(f'M{mlp}' for mlp in mlps), replace_gpt_attention=True
+    )
+    if not plan_load(stored, without_attention, HYBRID).refusal:
+        reason += f", or fewer '{attention}' with {REPLACE_ATTENTION}"
     if layout.mtp_depths:
         reason += (
             f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'
