@@ -156,6 +156,23 @@ NEEDS: dict[str, dict] = {
         },
         'parameters': {},
     },
+    'megatron.core.dist_checkpointing.validation': {
+        'extends': True,
+        'overlay': ['megatron.core.dist_checkpointing.key_arguments'],
+        'names': {
+            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.dist_checkpointing.mapping': ['ShardedTensor'],
+            'megatron.core.dist_checkpointing.validation': ['validate_sharding_integrity'],
+        },
+        'methods': {},
+        'attributes': {},
+        'parameters': {
+            '_described': ['weight', 'places'],
+            '_has_layer_number': ['weight'],
+            'partial_state': ['shards'],
+            'validate_sharding_integrity': ['global_metadata', 'common_state_dict='],
+        },
+    },
     'megatron.core.optimizer.checkpoint_command': {
         'extends': False,
         'overlay': [
@@ -371,6 +388,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.serialization',
             'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.validation',
             'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
             'megatron.core.optimizer.distrib_optimizer',
             'megatron.core.optimizer.optimizer',
