@@ -57,6 +57,7 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.dist_checkpointing.unstored_state',
             'megatron.core.optimizer.resume_report',
         ],
         'names': {
@@ -106,6 +107,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
             'megatron.core.dist_checkpointing.saved_arguments',
+            'megatron.core.dist_checkpointing.unstored_state',
         ],
         'names': {},
     },
@@ -155,6 +157,11 @@ NEEDS: dict[str, dict] = {
             'MCoreLoadPlanner': [],
         },
         'parameters': {},
+    },
+    'megatron.core.dist_checkpointing.unstored_state': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
     },
     'megatron.core.dist_checkpointing.validation': {
         'extends': True,
@@ -362,6 +369,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.load_plan',
             'megatron.core.dist_checkpointing.serialization',
+            'megatron.core.dist_checkpointing.unstored_state',
         ],
         'names': {
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
@@ -388,6 +396,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.serialization',
             'megatron.core.dist_checkpointing.strategies.torch',
+            'megatron.core.dist_checkpointing.unstored_state',
             'megatron.core.dist_checkpointing.validation',
             'megatron.core.optimizer.cpu_offloading.hybrid_optimizer',
             'megatron.core.optimizer.distrib_optimizer',
@@ -435,6 +444,7 @@ NEEDS: dict[str, dict] = {
             '_on_first_rank': ['read'],
             '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
             '_refuse_other_legacy': ['state_dict', 'checkpoint_name', 'run'],
+            '_refuse_what_is_not_stored': ['load', 'sharded_state_dict', 'args'],
             'check_checkpoint_args': ['checkpoint_args', '*args', '**kwargs'],
             'generate_state_dict': ['args', 'model', 'optimizer', '*rest', '**kwargs'],
             'load_args_from_checkpoint': ['args', '*rest', '**kwargs'],

@@ -25,6 +25,9 @@ from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.inspection import uses
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
+# of checkpoints that weren't written by `megatron.training`
+NO_RNG = 'The checkpoint has no random state; pass --no-load-rng to start it fresh.'
+
 
 def use(summary, name):
     (found,) = [item for item in summary.uses if item.name == name]
@@ -81,7 +84,7 @@ def test_gpt_with_optimizer(real):
     )
     assert use(summary, uses.INTEROP) == (
         True,
-        "patterns with 2 '*' and 2 '-'; optimizer state too",
+        f"patterns with 2 '*' and 2 '-'; optimizer state too; {NO_RNG}",
     )
     assert use(summary, uses.RESUME)[0]
 
@@ -96,7 +99,7 @@ def test_optimizer_formats(real):
     assert 'only the data-parallel size may change' in use(summary, uses.RESUME)[1]
     summary = inspect_checkpoint(real / 'plain')
     assert summary.optimizer.format == 'plain'
-    assert use(summary, uses.INTEROP)[1].endswith('too, without --use-distributed-optimizer')
+    assert 'too, without --use-distributed-optimizer;' in use(summary, uses.INTEROP)[1]
 
 
 def test_experts_and_a_model_alone(real):
@@ -107,7 +110,10 @@ def test_experts_and_a_model_alone(real):
     assert summary.parallel == {'TP': 2, 'PP': 4, 'ranks': 16}
     assert use(summary, uses.MERGE) == (True, '')
     assert '--no-load-optim' in use(summary, uses.INTEROP)[1]
-    assert use(summary, uses.RESUME) == (False, 'no optimizer state; load with --no-load-optim')
+    assert use(summary, uses.RESUME) == (
+        False,
+        'no optimizer state; load with --no-load-optim --no-load-rng',
+    )
     optimizer = inspect_checkpoint(real / 'moe run').optimizer
     assert (optimizer.format, optimizer.steps) == ('fully_reshardable', [1])
     mixed = inspect_checkpoint(real / 'mixed')
@@ -192,7 +198,7 @@ def test_every_look_says_the_same_without_content_metadata(
     set_common_form(copy, {'iteration': 2, 'args': args}, 'legacy')
     (tmp_path / TRACKER).write_text('2')
     summary = inspect_checkpoint(tmp_path)
-    assert summary.load == f'--load {tmp_path}'
+    assert summary.load == f'--load {tmp_path} --no-load-rng'
     assert summary.optimizer.format == read_resume_report(tmp_path).sharding_type == kind
     assert dry_run(str(tmp_path), '*-*-') == 0
     *_, stored, verdict = capsys.readouterr().out.splitlines()
@@ -201,7 +207,8 @@ def test_every_look_says_the_same_without_content_metadata(
     if kind == 'plain':
         assert 'too, without --use-distributed-optimizer' in reason
         assert verdict == (
-            'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
+            'Will load, with its optimizer state in a run without --use-distributed-optimizer. '
+            + NO_RNG
         )
     else:
         refused = f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only'
