@@ -242,6 +242,21 @@ def test_legacy_with_virtual_stages(vpp, tmp_path):
     assert not use(half, uses.CONVERTER)[0]
     assert 'pipeline stage 1 is missing' in use(half, uses.CONVERTER)[1]
     assert 'edge/cloud' in use(half, uses.CONVERTER)[1]
+    goes_on, reason = use(half, uses.RESUME)
+    assert not goes_on and use(half, uses.CONVERTER)[1].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    'lost, reason', [('*_002', 'pipeline stage 2 is missing'), ('01_*', 'tensor-parallel rank 1')]
+)
+def test_a_lost_rank_is_told_of_a_resume_too(pp4_tp2, tmp_path, lost, reason):
+    root = shutil.copytree(pp4_tp2, tmp_path / 'source')
+    assert use(inspect_checkpoint(root), uses.RESUME)[0]
+    for directory in root.glob(f'iter_*/mp_rank_{lost}'):
+        shutil.rmtree(directory)
+    for name in (uses.CONVERTER, uses.RESUME):
+        works, found = use(inspect_checkpoint(root), name)
+        assert not works and reason in found
 
 
 @pytest.mark.parametrize('drop', [[], ['--drop-optimizer']])
