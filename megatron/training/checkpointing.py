@@ -44,6 +44,7 @@ from megatron.core.dist_checkpointing.read_record import (
     recording_reads,
 )
 from megatron.core.dist_checkpointing.saved_arguments import saved_pattern
+from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
 from megatron.core.dist_checkpointing.validation import reading_parts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_model
@@ -69,6 +70,8 @@ default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
 _MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
+
+_DEFAULT_STRICTNESS = 'assume_ok_unexpected'
 
 _current_load: Load | None = None
 
@@ -115,6 +118,8 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
                 return layer_maps.is_partly_read(_own_name(key))
 
         amend_model_and_optimizer(load)
+    if load is not None and not rank0:
+        _refuse_what_is_not_stored(load, sharded_state_dict, args)
     with recording_reads(to_read) as record, reading_parts(is_partly_read):
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
@@ -150,9 +155,28 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     layout = None
     if _kind(model) != OTHER:
         layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
+    load.directory = checkpoint_name
     load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release)
     if not _UPSTREAM_RETARGETS:
         _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
+
+
+def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args) -> None:
+    """End where DCP would: after it has zeroed embeddings, with its list of missing keys."""
+    missing_keys_are_errors = getattr(args, 'dist_ckpt_strictness', '') == _DEFAULT_STRICTNESS
+    if load.stored is None or load.stored.layout is None or not missing_keys_are_errors:
+        return
+    unstored = unstored_state(load.stored)
+    if not unstored:
+        return
+    asked = [[name for name in unstored if (sharded_state_dict or {}).get(name)]]
+    if torch.distributed.is_initialized():  # a rank whose parameters are frozen has no optimizer
+        asked *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(asked, asked[0])
+    wanted = set().union(*asked)
+    if wanted:
+        reason = unstored_reason({name: unstored[name] for name in unstored if name in wanted})
+        raise CheckpointingException(f'{load.directory}: {reason}')
 
 
 def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> None:

@@ -22,7 +22,8 @@ class Load:
     Attributes:
         model, optimizer, args, strict: as the call has them.
         changes: what is set on model and optimizer for the call, and put back after it.
-        stored: the checkpoint, once it has been looked at.
+        directory: of the checkpoint's iteration, once it has been looked at.
+        stored: the checkpoint, then.
         plan: what is done with it.
         retarget: points the run's state at a checkpoint of the other kind; None where upstream
             does so.
@@ -34,6 +35,7 @@ class Load:
     args: Any
     strict: bool = True
     changes: ExitStack = field(default_factory=ExitStack)
+    directory: str = ''
     stored: StoredCheckpoint | None = None
     plan: LoadPlan = LoadPlan()
     retarget: Callable | None = None

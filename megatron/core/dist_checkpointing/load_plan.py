@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.saved_arguments import (
     other_weights,
     saved_pattern,
 )
+from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
 
 import megatron_overlay
 
@@ -328,13 +329,7 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
         return False, ''
     has_optimizer = stored.layout is None or stored.layout.has_optimizer
     if not has_optimizer or getattr(stored.args, 'no_save_optim', False) is True:
-        reason = 'The checkpoint has no optimizer state; pass --no-load-optim to start it fresh.'
-        if stored.layout is not None and not any('rng_state' in key for key in stored.layout.keys):
-            reason = (
-                'The checkpoint has neither optimizer nor random state, as merged ones; pass '
-                '--no-load-optim --no-load-rng to start them fresh.'
-            )
-        return False, '' if args.finetune else reason
+        return False, '' if args.finetune else unstored_reason(unstored_state(stored))
     kind = stored_optimizer_format(stored)
     if stored.layout is None or stored.format != TORCH_DIST:
         return True, ''

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
+from megatron.core.dist_checkpointing.unstored_state import unstored_options, unstored_state
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -61,9 +62,10 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     )
     files, file_bytes = count_files(directory)
     stored = StoredCheckpoint(layout, common, format_, found.release)
+    options = unstored_options(unstored_state(stored))
     return CheckpointSummary(
         directory=directory,
-        load=found.load,
+        load=' '.join([found.load, *options]) if found.load else '',
         format=format_,
         iteration=iteration,
         model=model,

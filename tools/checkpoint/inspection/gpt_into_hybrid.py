@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
+from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
 
 from ..common.directory import LEGACY, find_checkpoint
 from ..common.stdout import printable, tell
@@ -74,7 +75,8 @@ def _lines(checkpoint: str, **arguments: Any):
     yield from _sources(stored, plan)
     yield from (note for note in plan.notes if note.startswith('WARNING'))
     yield f'Optimizer state: {stored_optimizer_format(stored)}'
-    yield _verdict(stored, plan)
+    unstored, verdict = unstored_reason(unstored_state(stored)), _verdict(stored, plan)
+    yield verdict if unstored in verdict else f'{verdict} {unstored}'
 
 
 def _sources(stored: StoredCheckpoint, plan: LoadPlan):

@@ -22,6 +22,7 @@ from ..pp_vpp.survey import (
     check_iteration,
     check_layers,
     every_chunk,
+    require_contiguous,
     require_shards,
     survey_source,
 )
@@ -81,7 +82,7 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
             uses.weighted_merge(directory),
             _converter(side, ranks),
             Use(uses.INTEROP, False, LEGACY_REFUSAL),
-            _resume(optimizer),
+            _resume(optimizer, side),
         ],
     )
 
@@ -189,7 +190,13 @@ def _check(
     same_model.finish()
 
 
-def _resume(optimizer: OptimizerState) -> Use:
+def _resume(optimizer: OptimizerState, side: SideSurvey) -> Use:
+    """Whether a run goes on from it: as the converter sees which ranks are missing."""
+    try:
+        require_contiguous(side.source.directory, sorted(side.stages), side.args())
+        require_shards(side, side.stages, side.tensor_size)
+    except CheckpointError as error:
+        return Use(uses.RESUME, False, str(error))
     if optimizer.format == 'none':
         return Use(uses.RESUME, False, 'no optimizer state; load with --no-load-optim')
     sizes = 'TP, PP, VPP and EP' + ('' if optimizer.format == IN_RANK_FILES else ', and DP')

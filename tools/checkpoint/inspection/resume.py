@@ -19,6 +19,11 @@ from megatron.core.dist_checkpointing.load_plan import (
     stored_optimizer_format,
 )
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
+from megatron.core.dist_checkpointing.unstored_state import (
+    OPTIMIZER,
+    unstored_reason,
+    unstored_state,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
@@ -47,6 +52,7 @@ class ResumeReport:
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
         layer_wise: the optimizer is distributed by layers, as of Muon.
+        unstored: what a run asks for and isn't there.
     """
 
     checkpoint_dir: Path
@@ -56,11 +62,12 @@ class ResumeReport:
     leaked_steps: int = 0
     offload_fraction: float | None = None
     layer_wise: bool = False
+    unstored: dict[str, str] = field(default_factory=dict)
 
     @property
     def loads(self) -> bool:
         """Whether there is optimizer state that a run can go on with."""
-        return self.sharding_type != 'none' and len(self.steps) <= 1
+        return OPTIMIZER not in self.unstored and len(self.steps) <= 1
 
     @property
     def release(self) -> bool:
@@ -95,18 +102,20 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
     settings = _stored_objects(directory, metadata, _SETTINGS, lambda name: True)
     iteration = common.get('iteration')
+    stored_checkpoint = StoredCheckpoint(
+        layout_from_metadata(metadata), common, release=directory.name == RELEASE
+    )
     return ResumeReport(
         checkpoint_dir=directory,
         iteration=iteration if isinstance(iteration, int) else None,
-        sharding_type=stored_optimizer_format(
-            StoredCheckpoint(layout_from_metadata(metadata), common)
-        ),
+        sharding_type=stored_optimizer_format(stored_checkpoint),
         steps=_steps(common.get('optimizer')).union(*map(_steps, settings)),
         leaked_steps=sum(
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
         offload_fraction=_offload_fraction(common.get('args')),
         layer_wise=is_layer_wise(common.get('args')),
+        unstored=unstored_state(stored_checkpoint),
     )
 
 
@@ -231,7 +240,11 @@ def with_overlay(report: ResumeReport) -> list[str]:
     """What resuming does with this package, one statement a line."""
     if report.release:
         return ['weights only: a release, from which the optimizer starts fresh']
-    if report.sharding_type == 'none':
+    return [*_with_overlay(report), *filter(None, [unstored_reason(report.unstored)])]
+
+
+def _with_overlay(report: ResumeReport) -> list[str]:
+    if OPTIMIZER in report.unstored:
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.layer_wise:
         return ['an optimizer that is distributed by layers is left to megatron-core']
@@ -251,7 +264,7 @@ def with_overlay(report: ResumeReport) -> list[str]:
 
 
 def _stock(report: ResumeReport) -> list[str]:
-    if report.release or report.sharding_type == 'none':
+    if report.release or OPTIMIZER in report.unstored:
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']

@@ -14,6 +14,12 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
+from megatron.core.dist_checkpointing.unstored_state import (
+    OPTIMIZER,
+    unstored_options,
+    unstored_reason,
+    unstored_state,
+)
 
 from ..common.errors import CheckpointError
 from ..common.paths import resolve_checkpoint
@@ -98,6 +104,9 @@ def _as_planned(name: str, plan: LoadPlan, stored: StoredCheckpoint, reason: str
         state = 'optimizer state too, without --use-distributed-optimizer'
     else:
         state = 'optimizer state too'
+    unstored = unstored_reason(unstored_state(stored))
+    if unstored not in state:
+        state = f'{state}; {unstored}'
     return Use(name, True, f'{reason}; {state}')
 
 
@@ -105,9 +114,11 @@ def resume(stored: StoredCheckpoint, report: ResumeReport | None) -> Use:
     """Whether a run goes on from the checkpoint with its optimizer state."""
     if stored.release:
         return Use(RESUME, False, 'the optimizer starts fresh from a release')
-    kind = stored_optimizer_format(stored)
-    if kind == 'none':
-        return Use(RESUME, False, 'no optimizer state; load with --no-load-optim')
+    unstored = unstored_state(stored)
+    if OPTIMIZER in unstored:
+        options = ' '.join(unstored_options(unstored))
+        return Use(RESUME, False, f'{unstored[OPTIMIZER]}; load with {options}')
     if report is None:
+        kind = stored_optimizer_format(stored)
         return Use(RESUME, True, f'{kind} is left to megatron-core')
     return Use(RESUME, report.loads, '; '.join(with_overlay(report)))

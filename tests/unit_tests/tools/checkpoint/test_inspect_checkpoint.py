@@ -25,6 +25,9 @@ from tools.checkpoint.inspection.gpt_into_hybrid import report as dry_run
 from tools.checkpoint.inspection.resume import read_resume_report
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
+# of checkpoints that weren't written by `megatron.training`
+NO_RNG = 'The checkpoint has no random state; pass --no-load-rng to start it fresh.'
+
 
 def use(summary, name):
     (found,) = [item for item in summary.uses if item.name == name]
@@ -82,7 +85,7 @@ def test_gpt_with_optimizer(real):
     assert use(summary, uses.INTEROP) == (
         True,
         "patterns with 2 '*' and 2 '-', or fewer '*' with --replace-gpt-attention; "
-        'optimizer state too',
+        f'optimizer state too; {NO_RNG}',
     )
     assert use(summary, uses.RESUME)[0]
 
@@ -97,7 +100,7 @@ def test_optimizer_formats(real):
     assert 'only the data-parallel size may change' in use(summary, uses.RESUME)[1]
     summary = inspect_checkpoint(real / 'plain')
     assert summary.optimizer.format == 'plain'
-    assert use(summary, uses.INTEROP)[1].endswith('too, without --use-distributed-optimizer')
+    assert 'too, without --use-distributed-optimizer;' in use(summary, uses.INTEROP)[1]
 
 
 def test_experts_and_a_model_alone(real):
@@ -108,7 +111,10 @@ def test_experts_and_a_model_alone(real):
     assert summary.parallel == {'TP': 2, 'PP': 4, 'ranks': 16}
     assert use(summary, uses.MERGE) == (True, '')
     assert '--no-load-optim' in use(summary, uses.INTEROP)[1]
-    assert use(summary, uses.RESUME) == (False, 'no optimizer state; load with --no-load-optim')
+    assert use(summary, uses.RESUME) == (
+        False,
+        'no optimizer state; load with --no-load-optim --no-load-rng',
+    )
     optimizer = inspect_checkpoint(real / 'moe run').optimizer
     assert (optimizer.format, optimizer.steps) == ('fully_reshardable', [1])
     mixed = inspect_checkpoint(real / 'mixed')
@@ -193,7 +199,7 @@ def test_every_look_says_the_same_without_content_metadata(
     set_common_form(copy, {'iteration': 2, 'args': args}, 'legacy')
     (tmp_path / TRACKER).write_text('2')
     summary = inspect_checkpoint(tmp_path)
-    assert summary.load == f'--load {tmp_path}'
+    assert summary.load == f'--load {tmp_path} --no-load-rng'
     assert summary.optimizer.format == read_resume_report(tmp_path).sharding_type == kind
     assert dry_run(str(tmp_path), '*-*-') == 0
     *_, stored, verdict = capsys.readouterr().out.splitlines()
@@ -202,7 +208,8 @@ def test_every_look_says_the_same_without_content_metadata(
     if kind == 'plain':
         assert 'too, without --use-distributed-optimizer' in reason
         assert verdict == (
-            'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
+            'Will load, with its optimizer state in a run without --use-distributed-optimizer. '
+            + NO_RNG
         )
     else:
         refused = f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only'
@@ -236,6 +243,21 @@ def test_legacy_with_virtual_stages(vpp, tmp_path):
     assert not use(half, uses.CONVERTER)[0]
     assert 'pipeline stage 1 is missing' in use(half, uses.CONVERTER)[1]
     assert 'edge/cloud' in use(half, uses.CONVERTER)[1]
+    goes_on, reason = use(half, uses.RESUME)
+    assert not goes_on and use(half, uses.CONVERTER)[1].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    'lost, reason', [('*_002', 'pipeline stage 2 is missing'), ('01_*', 'tensor-parallel rank 1')]
+)
+def test_a_lost_rank_is_told_of_a_resume_too(pp4_tp2, tmp_path, lost, reason):
+    root = shutil.copytree(pp4_tp2, tmp_path / 'source')
+    assert use(inspect_checkpoint(root), uses.RESUME)[0]
+    for directory in root.glob(f'iter_*/mp_rank_{lost}'):
+        shutil.rmtree(directory)
+    for name in (uses.CONVERTER, uses.RESUME):
+        works, found = use(inspect_checkpoint(root), name)
+        assert not works and reason in found
 
 
 @pytest.mark.parametrize('drop', [[], ['--drop-optimizer']])

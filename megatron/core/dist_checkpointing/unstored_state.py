@@ -1,0 +1,57 @@
+"""State that a checkpoint doesn't have, and the options with which a run doesn't ask for it.
+
+Merged checkpoints have weights alone. FusedAdam allocates its moments in its first step, and
+megatron-core without this package stores those that there are.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint
+
+OPTIMIZER, RNG = 'optimizer', 'rng_state'  # as the run's state dict calls them
+_OPTIONS = {OPTIMIZER: '--no-load-optim', RNG: '--no-load-rng'}
+NO_OPTIMIZER = 'no optimizer state'
+NO_RNG = 'no random state'
+NO_MOMENTS = "no moments in its optimizer state, saved before the optimizer's first step"
+
+
+def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
+    """What of the state that runs ask for by default isn't there, in words, by its name.
+
+    Args:
+        stored: the checkpoint; nothing is known of one whose keys aren't looked at.
+    """
+    found, layout = {}, stored.layout
+    if stored.release:
+        return {}
+    no_save_optim = getattr(stored.args, 'no_save_optim', False) is True
+    if no_save_optim or (layout is not None and not layout.has_optimizer):
+        found[OPTIMIZER] = NO_OPTIMIZER
+    if layout is None or stored.format != 'torch_dist':
+        return found
+    in_buckets = {key.rpartition('.')[2] for key in layout.keys if '.bucket_idx_' in key}
+    if in_buckets == {'param'} and getattr(stored.args, 'optimizer', None) == 'adam':
+        found[OPTIMIZER] = NO_MOMENTS
+    if not any(RNG in key for key in layout.keys):
+        found[RNG] = NO_RNG
+    return found
+
+
+def unstored_options(unstored: Collection[str]) -> list[str]:
+    """Options of a run that doesn't ask for it."""
+    return [_OPTIONS[name] for name in unstored]
+
+
+def unstored_reason(unstored: Mapping[str, str]) -> str:
+    """One sentence with the way out; empty where nothing is missing."""
+    if not unstored:
+        return ''
+    weights_only = unstored.get(OPTIMIZER) == NO_OPTIMIZER and RNG in unstored
+    merged = ', as merged ones' if weights_only else ''
+    them = 'them' if len(unstored) > 1 else 'it'
+    return (
+        f'The checkpoint has {" and ".join(unstored.values())}{merged}; pass '
+        f'{" ".join(unstored_options(unstored))} to start {them} fresh.'
+    )
