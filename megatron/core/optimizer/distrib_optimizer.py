@@ -121,6 +121,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         Raises:
             CheckpointingException: the run has a group of parameters that no stored one is like.
         """
+        stored_groups = []
         if self.optimizer is not None and not self.ddp_config.use_megatron_fsdp:
             own_groups = self.optimizer.param_groups
             stored_groups = groups_alike(own_groups, state_dict['optimizer']['param_groups'])
@@ -129,6 +130,9 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
                 for name in own.keys() - {'params', 'step'}:
                     stored.setdefault(name, own[name])
         super().load_state_dict(state_dict)
+        if stored_groups:  # 0.18 takes one for all that are alike but for their rates
+            for own, stored in zip(self.optimizer.param_groups, stored_groups, strict=True):
+                own.update((key, stored[key]) for key in stored.keys() - {'params', 'step'})
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
                 if 'step' in state:
