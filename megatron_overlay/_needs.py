@@ -282,6 +282,7 @@ NEEDS: dict[str, dict] = {
             ],
         },
         'parameters': {
+            'DistributedOptimizer._all_ranks_fit': ['self'],
             'DistributedOptimizer._bucket_entries': ['self', 'param_state'],
             'DistributedOptimizer._bucket_lists': ['self', 'param_state'],
             'DistributedOptimizer._build_optimizer_group_ranges': [
