@@ -287,6 +287,7 @@ NEEDS: dict[str, dict] = {
             ],
         },
         'parameters': {
+            'DistributedOptimizer._all_ranks_fit': ['self'],
             'DistributedOptimizer._bucket_entries': ['self', 'param_state'],
             'DistributedOptimizer._bucket_lists': ['self', 'param_state'],
             'DistributedOptimizer._build_optimizer_group_ranges': [
@@ -409,6 +410,8 @@ NEEDS: dict[str, dict] = {
         'names': {
             'megatron.core.dist_checkpointing': ['load_content_metadata'],
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
+            'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
+            'megatron.core.dist_checkpointing.mapping': ['ShardedObject', 'ShardedTensor'],
             'megatron.core.models.gpt': ['GPTModel'],
             'megatron.core.models.hybrid.hybrid_model': ['HybridModel'],
             'megatron.training.checkpointing': [
@@ -426,6 +429,7 @@ NEEDS: dict[str, dict] = {
         'methods': {},
         'attributes': {},
         'parameters': {
+            '_asks_for_others': ['sharded_state_dict', 'name', 'keys'],
             '_kind': ['chunks'],
             '_load_base_checkpoint': [
                 'load_dir',

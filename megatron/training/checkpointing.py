@@ -9,6 +9,7 @@ for hybrid checkpoints in GPT runs, the steps are added around the functions tha
 import copy
 import re
 import types
+from collections.abc import Set
 from contextlib import ExitStack
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
     read_checkpoint_layout,
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
     _own_name,
@@ -38,6 +40,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     plan_load,
 )
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.read_record import (
     DTensorLoadPlanner,
     Shard,
@@ -166,10 +169,10 @@ def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args
     missing_keys_are_errors = getattr(args, 'dist_ckpt_strictness', '') == _DEFAULT_STRICTNESS
     if load.stored is None or load.stored.layout is None or not missing_keys_are_errors:
         return
-    unstored = unstored_state(load.stored)
+    unstored, keys = unstored_state(load.stored), load.stored.layout.keys
     if not unstored:
         return
-    asked = [[name for name in unstored if (sharded_state_dict or {}).get(name)]]
+    asked = [[name for name in unstored if _asks_for_others(sharded_state_dict, name, keys)]]
     if torch.distributed.is_initialized():  # a rank whose parameters are frozen has no optimizer
         asked *= torch.distributed.get_world_size()
         torch.distributed.all_gather_object(asked, asked[0])
@@ -177,6 +180,12 @@ def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args
     if wanted:
         reason = unstored_reason({name: unstored[name] for name in unstored if name in wanted})
         raise CheckpointingException(f'{load.directory}: {reason}')
+
+
+def _asks_for_others(sharded_state_dict: dict | None, name: str, keys: Set[str]) -> bool:
+    """Whether a part of the request has keys that aren't there; optimizers may have their own."""
+    values = nested_values({name: (sharded_state_dict or {}).get(name)})
+    return any(isinstance(x, (ShardedTensor, ShardedObject)) and x.key not in keys for x in values)
 
 
 def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> None:

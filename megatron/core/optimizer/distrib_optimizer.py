@@ -119,6 +119,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         Raises:
             CheckpointingException: the run has a group of parameters that no stored one is like.
         """
+        stored_groups = []
         if self.optimizer is not None and not self.ddp_config.use_megatron_fsdp:
             own_groups = self.optimizer.param_groups
             stored_groups = groups_alike(own_groups, state_dict['optimizer']['param_groups'])
@@ -127,6 +128,9 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
                 for name in own.keys() - {'params', 'step'}:
                     stored.setdefault(name, own[name])
         super().load_state_dict(state_dict)
+        if stored_groups:  # 0.18 takes one for all that are alike but for their rates
+            for own, stored in zip(self.optimizer.param_groups, stored_groups, strict=True):
+                own.update((key, stored[key]) for key in stored.keys() - {'params', 'step'})
         if isinstance(self.optimizer, _TorchAdam):
             for state in self.optimizer.state.values():
                 if 'step' in state:
@@ -309,7 +313,7 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
         Raises:
             CheckpointingException: the main parameters are those of other weights in both orders.
         """
-        if len({buffer.param_dtype for buffer in self.buffers}) == 1 or self._main_params_fit():
+        if len({buffer.param_dtype for buffer in self.buffers}) == 1 or self._all_ranks_fit():
             return
         for group_range in self.opt_group_ranges:
             named = group_range['params']
@@ -318,13 +322,21 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
                 if state['param'].shape != self._clone_of_state(param)['param'].shape:
                     break
                 self._set_main_param_and_optimizer_states(param, state)
-        if not self._main_params_fit():
+        if not self._all_ranks_fit():
             raise CheckpointingException(
                 'The main parameters of the checkpoint are not its weights in more precision: '
                 'expected each under its own name. A megatron-core without this package stored '
                 'those of bf16 and fp32 parameters in one group so. Load it in the layout that '
                 'saved it, or pass --no-load-optim.'
             )
+
+    def _all_ranks_fit(self) -> bool:
+        """Whether :meth:`_main_params_fit` on all ranks of the group, which go one way."""
+        fit = torch.tensor(self._main_params_fit(), dtype=torch.int).to(torch.cuda.current_device())
+        torch.distributed.all_reduce(
+            fit, op=torch.distributed.ReduceOp.MIN, group=self.data_parallel_group
+        )
+        return bool(fit)
 
     def _main_params_fit(self) -> bool:
         """Whether this rank's main parameters, rounded, are its shards of the 16-bit weights."""

@@ -69,12 +69,17 @@ def groups_alike(
 ) -> list[dict]:
     """For each of the run's groups of parameters, the stored one with the same values of ``keys``.
 
+    Of several, the one with the same rates is taken: 0.18 has them not among the keys.
+
     Raises:
         CheckpointingException: there is none.
     """
 
     def identity(group):
         return tuple(group.get(key, group.get(f'pre_{key}')) for key in keys)
+
+    def rates(group):
+        return group.get('max_lr'), group.get('min_lr')
 
     def described(group):
         named = dict(zip(keys, identity(group), strict=True))
@@ -90,4 +95,8 @@ def groups_alike(
                 f"run's (--override-opt-param-scheduler) or the checkpoint's "
                 f'(--use-checkpoint-opt-param-scheduler), or pass --no-load-optim.'
             )
-    return [stored[identity(group)] for group in own_groups]
+    with_rates = {(identity(group), rates(group)): group for group in reversed(stored_groups)}
+    return [
+        with_rates.get((identity(group), rates(group)), stored[identity(group)])
+        for group in own_groups
+    ]

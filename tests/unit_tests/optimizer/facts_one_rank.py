@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from tests.cpu_megatron.recorder import model_state, optimizer_shards, optimizer_state
 from tests.cpu_megatron.session import model_parallel
@@ -363,37 +362,6 @@ def mixed_group(path):
             assert len(whole.model[0].buffers) == 2
             if sharding_type == 'fully_reshardable':
                 check_names(name)
-
-
-@contextmanager
-def places_as_stock_has_them():
-    """Upstream's order of parameters; an optimizer keeps the one that it was built with."""
-    ours = vars(DistributedOptimizer).get('_build_optimizer_group_ranges')
-    if ours is None:  # this is stock
-        yield
-        return
-    del DistributedOptimizer._build_optimizer_group_ranges
-    try:
-        yield
-    finally:
-        DistributedOptimizer._build_optimizer_group_ranges = ours
-
-
-@fact(18, 'state that stock stored under names of other parameters goes where it belongs')
-def mixed_group_of_stock(path):
-    options = {'prepare_model': with_fp32_norms, 'model': {'add_bias_linear': False}}
-    for sharding_type in FORMATS:
-        with model_parallel():
-            with places_as_stock_has_them():
-                whole = start(**options)
-            whole.train(3)
-            whole.save(path / sharding_type, sharding_type)
-            losses = whole.train(3)
-        with model_parallel(seed=4321):
-            rest = start_warm(**options)
-            rest.load(path / sharding_type)
-            assert rest.train(3) == losses
-        equal(model_state(whole.model), model_state(rest.model))
 
 
 def check_names(path: Path) -> None:

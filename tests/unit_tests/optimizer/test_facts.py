@@ -28,7 +28,6 @@ EVERYWHERE = {
     '14 saved_before_the_first_step',
     '15 default_dtype_takes_no_part',
     '16 mixed_group',
-    '18 mixed_group_of_stock',
 }
 NAMES = {
     ('torch_adam', 1): EVERYWHERE | {'3 step_is_not_shared'},

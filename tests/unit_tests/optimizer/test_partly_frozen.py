@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.cpu_megatron import warm
-from tests.unit_tests.optimizer.partly_frozen import CASES, FULLY, IN_BUCKETS
 
+FULLY, IN_BUCKETS = 'fully_reshardable', 'dp_reshardable'
 FC1, FC2 = 'decoder.layers.mlp.linear_fc1.weight', 'decoder.layers.mlp.linear_fc2.bias'
 EXPERTS = 'decoder.layers.mlp.experts.experts.linear_fc2.weight'
 FOUR = 'layer {0} expert 0, layer {0} expert 1, layer {0} expert 2, layer {0} expert 3'
@@ -58,7 +58,7 @@ def test_state_of_a_part_is_refused_on_every_rank_before_anything_is_written(fou
         )
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [*REFUSED, 'whole stack'])
 def test_the_other_format_takes_it(found, case):
     for rank in found[f'{case} {IN_BUCKETS}']:
         assert rank['save'] == rank['load'] == ''

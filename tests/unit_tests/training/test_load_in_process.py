@@ -1,14 +1,19 @@
 """``load_checkpoint`` called as embedding frameworks call it: their objects, their ``get_args``."""
 
+import pkgutil
 import shlex
 import shutil
+import sys
+from argparse import Namespace
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from tests.cpu_megatron.arguments import with_defaults
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
+from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
 from tools.checkpoint.common.directory import find_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
@@ -92,6 +97,50 @@ def test_what_a_translating_load_sets_on_an_instance_it_puts_back(finetune, args
         assert function.call_count == 1
         assert vars(owner)['load_state_dict'] is function
     assert 'reload_model_params' not in vars(optimizer)
+
+
+OURS = str(REPOSITORY / 'megatron')
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'megatron.training.checkpointing.print_rank_0',
+        'megatron.training.checkpointing.unwrap_model',
+        'megatron.training.checkpointing.dist_checkpointing.load_content_metadata',
+        'megatron.core.dist_checkpointing.gpt_checkpoint_interop.gpt_compatible_layer_maps',
+    ],
+)
+def test_what_upstream_looks_up_is_looked_up_there(name, args):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    source = Training.start(gpt(), distributed_optimizer())
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(hybrid('*-*-'), distributed_optimizer())
+    args.hybrid_layer_pattern, args.num_layers = '*-*-', 4
+    real, callers = pkgutil.resolve_name(name), []
+
+    def replacement(*arguments, **options):
+        callers.append(sys._getframe(1).f_code.co_filename)
+        return real(*arguments, **options)
+
+    with mock.patch(name, replacement):
+        assert load_checkpoint(run.model, run.optimizer, None)[0] == 3
+    assert any(caller.startswith(OURS) for caller in callers), callers
+
+
+def test_a_replaced_hybrid_model_is_what_a_run_is_compared_with(args):
+    from megatron.training.checkpointing import _maybe_setup_gpt_to_hybrid_load
+
+    args.hybrid_layer_pattern, saved = '*-*-', Namespace(num_layers=2)
+    maps, _ = _maybe_setup_gpt_to_hybrid_load(args, saved, hybrid('*-*-'))
+    assert maps.num_gpt_layers == 2
+    with mock.patch('megatron.core.models.hybrid.hybrid_model.HybridModel', Training):
+        found = _maybe_setup_gpt_to_hybrid_load(args, saved, gpt())
+    assert found == (None, False)
+    with mock.patch('megatron.core.models.hybrid.hybrid_model.HybridModel', GPTModel):
+        maps, _ = _maybe_setup_gpt_to_hybrid_load(args, saved, gpt())
+    assert maps.num_gpt_layers == 2
 
 
 @pytest.mark.parametrize('distributed', [True, False])

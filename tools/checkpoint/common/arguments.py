@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path, PurePath
 
+_MOST_DIGITS = 18
 _URL = re.compile(r'([a-z][a-z0-9+.-]*:)/(/?)', re.ASCII | re.IGNORECASE)
 
 
@@ -52,13 +53,17 @@ def local_path(text: str) -> Path:
 
 
 def natural(text: str) -> int:
-    """An argparse type: 0, 1, 2, ….
+    """An argparse type: 0, 1, 2, …, of at most 18 digits, which 64 bits hold.
 
     Raises:
         argparse.ArgumentTypeError: anything else
     """
     if not text.isascii() or not text.isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
+    if len(text) > _MOST_DIGITS:  # before it is made a number, which takes its time
+        raise argparse.ArgumentTypeError(
+            f'{text[:9]}…: expected no more than {_MOST_DIGITS} digits'
+        )
     return int(text)
 
 

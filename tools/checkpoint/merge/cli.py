@@ -51,11 +51,11 @@ def make_parser() -> argparse.ArgumentParser:
         help='format of inputs and output; there is no other',
     )
     inputs.add_argument(
-        '--start-checkpoint', type=int, metavar='S', help='first iteration of the range'
+        '--start-checkpoint', type=natural, metavar='S', help='first iteration of the range'
     )
     inputs.add_argument(
         '--end-checkpoint',
-        type=int,
+        type=natural,
         metavar='E',
         help='last iteration of the range; its checkpoint must exist',
     )

@@ -1,5 +1,6 @@
 """A merge from beginning to end, collectively over all ranks."""
 
+import hashlib
 import json
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from ..common.errors import CheckpointError
 from ..common.paths import CONFIG_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
+from ..common.safe_load import METADATA_NAME
 from ..common.stored import check_file
 from .accumulate import ChunkMerger
 from .common_state import output_common_state, save_common_state
@@ -36,6 +38,7 @@ class _Orders:
     directories: tuple[Path, ...]
     weights: tuple[float, ...]
     target: Path
+    fingerprints: list[str]
 
 
 def run_merge(request: Request) -> MergeResult:
@@ -53,17 +56,8 @@ def run_merge(request: Request) -> MergeResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        orders = ranks.scatter(
-            [
-                _Orders(
-                    share, prepared.inputs.directories, prepared.inputs.weights, prepared.target
-                )
-                for share in prepared.plan.shares
-            ]
-            if prepared
-            else None
-        )
-        ranks.agree(lambda: _check_visible(orders.share))
+        orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
+        ranks.agree(lambda: _check_visible(orders))
         if request.dry_run:
             return ranks.scatter([prepared.result] * ranks.size if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
@@ -75,8 +69,30 @@ def _verify_inputs(prepared: Prepared | None, ranks: Ranks) -> None:
     verify_manifests(directories, ranks)
 
 
-def _check_visible(share: RankShare) -> None:
-    """This rank sees every file that it is to read, in full."""
+def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
+    inputs = prepared.inputs
+    seen = [_fingerprint(path) for path in inputs.directories] if ranks.size > 1 else []
+    return [
+        _Orders(share, inputs.directories, inputs.weights, prepared.target, seen)
+        for share in prepared.plan.shares
+    ]
+
+
+def _fingerprint(directory: Path) -> str:
+    """Of the metadata, which names the save, so that no two checkpoints have the same."""
+    with open(directory / METADATA_NAME, 'rb') as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def _check_visible(orders: _Orders) -> None:
+    """This rank sees the inputs that rank 0 sees, and every file that it is to read, in full."""
+    share = orders.share
+    for directory, expected in zip(orders.directories, orders.fingerprints, strict=False):
+        if _fingerprint(directory) != expected:
+            raise CheckpointError(
+                f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
+                'inputs must be on storage that all ranks share'
+            )
     needed: Counter[Path] = Counter()
     pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
     for path, piece in [*pieces, *((job.path, job.piece) for job in share.byte_entries)]:

@@ -185,7 +185,7 @@ def read_config(directory: Path) -> dict[str, object]:
     if found != FORMAT:
         raise CheckpointError(f'{file}: format {shown(found)}, expected {FORMAT!r}')
     version = config.get('sharded_backend_version', 1)
-    if version != 1:
+    if isinstance(version, bool) or version != 1:
         raise CheckpointError(
             f'{file}: sharded_backend_version {shown(version)}, expected 1; what another one means '
             'is not known here'

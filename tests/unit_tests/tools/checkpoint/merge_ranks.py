@@ -122,13 +122,31 @@ def merge_blind(
     rank: int, blind: int, hidden: Path, inputs: list[Path], weights: list[float], root: Path
 ) -> str:
     """One rank doesn't see ``hidden``: it is in a mount namespace of its own."""
-    if rank == blind:
+    mount = ['-t', 'tmpfs', 'tmpfs', str(hidden)]
+    return _merge_mounted(rank, blind, mount, inputs, weights, root)
+
+
+def merge_misled(
+    rank: int,
+    misled: int,
+    path: Path,
+    other: Path,
+    inputs: list[Path],
+    weights: list[float],
+    root: Path,
+) -> str:
+    """One rank sees ``other`` at ``path``, as where that is a disk of each machine's own."""
+    mount = ['--bind', str(other), str(path)]
+    return _merge_mounted(rank, misled, mount, inputs, weights, root)
+
+
+def _merge_mounted(
+    rank: int, victim: int, mount: list[str], inputs: list[Path], weights: list[float], root: Path
+) -> str:
+    if rank == victim:
         if ctypes.CDLL(None).unshare(0x00020000) != 0:  # CLONE_NEWNS
             return 'cannot unshare'
-        for command in (
-            ['mount', '--make-rprivate', '/'],
-            ['mount', '-t', 'tmpfs', 'tmpfs', str(hidden)],
-        ):
+        for command in (['mount', '--make-rprivate', '/'], ['mount', *mount]):
             if subprocess.run(command, capture_output=True).returncode:
                 return 'cannot mount'
     merge(inputs, weights, root)

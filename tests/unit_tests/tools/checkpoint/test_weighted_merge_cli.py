@@ -497,6 +497,9 @@ def test_byte_accounting(five, out, accounting):
                 ('--min-iteration-interval', '-5'),
                 ('--extra-state-source-index', '-1'),
                 ('--output-iteration', '-7'),
+                ('--output-iteration', '9223372036854775808'),
+                ('--start-checkpoint', '-5'),
+                ('--end-checkpoint', '-5'),
             )
         ),
         [

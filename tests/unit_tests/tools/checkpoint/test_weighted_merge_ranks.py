@@ -17,6 +17,7 @@ from tests.unit_tests.tools.checkpoint.merge_ranks import (
     merge_and_die,
     merge_blind,
     merge_in_existing_groups,
+    merge_misled,
     merge_with_read_error,
     merges,
     start,
@@ -25,12 +26,12 @@ from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_check
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 WEIGHTS = [0.6, 0.3, 0.1]
+EXTRA = {f'decoder.layers.{i}._extra_state': bytes([i]) for i in range(3)}
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    extra = {f'decoder.layers.{i}._extra_state': bytes([i]) for i in range(3)}
-    return write_run(tmp_path_factory.mktemp('run'), [100, 200, 300], extra_states=extra)
+    return write_run(tmp_path_factory.mktemp('run'), [100, 200, 300], extra_states=EXTRA)
 
 
 @pytest.mark.parametrize('size', [2, 4])
@@ -76,6 +77,24 @@ def test_a_rank_that_can_not_see_the_inputs(run, tmp_path, blind):
     assert len(set(found.values())) == 1 and len(found) == 2, found
     assert str(root) in found[0] and found[0].startswith('CheckpointError'), found
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('misled', [0, 1])
+@pytest.mark.parametrize('what', ['a file cut short', 'another run'])
+def test_a_rank_that_sees_other_files(run, tmp_path, misled, what):
+    path, other = run[0][1], tmp_path / 'other'
+    if what == 'another run':  # of the same layout, to the byte
+        write_run(other, [7, 200, 9], extra_states=EXTRA)
+        other = other / path.name
+    else:
+        path = max(path.glob('*.distcp'), key=lambda file: file.stat().st_size)
+        other.write_bytes(path.read_bytes()[:-100])
+    found = start(2, merge_misled, misled, path, other, run[0], WEIGHTS, tmp_path / 'out')
+    if str(found.get(misled, '')).startswith('cannot'):
+        pytest.skip(f'no mount namespaces here: {found[misled]}')
+    assert len(set(found.values())) == 1 and len(found) == 2, found
+    assert str(path) in found[0] and found[0].startswith('CheckpointError'), found
+    assert [file.name for file in tmp_path.iterdir()] == ['other']
 
 
 def test_a_rank_that_can_not_see_the_output(run, tmp_path):

@@ -287,6 +287,10 @@ def test_an_unfinished_checkpoint_in_a_range_is_named(good, tmp_path, capsys):
             {'sharded_backend': 'torch_dist', 'sharded_backend_version': 2},
             'sharded_backend_version 2, expected 1',
         ),
+        (
+            {'sharded_backend': 'torch_dist', 'sharded_backend_version': True},
+            'sharded_backend_version True, expected 1',
+        ),
         ({'sharded_backend': 'torch_dist', 'packing': 3}, 'formats differ'),
     ],
 )
