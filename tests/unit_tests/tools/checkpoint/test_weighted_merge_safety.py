@@ -382,13 +382,25 @@ def test_each_source_chunk_is_read_exactly_once(run, tmp_path, monkeypatch, thre
         reads.append((str(name), offset, len(buffer)))
         right(descriptor, buffer, offset, name)
 
-    monkeypatch.setattr(accumulate, 'read_exactly', record)  # elements
+    monkeypatch.setattr(accumulate, 'read_exactly', record)  # elements, and archives of few
     result = merge(paths, WEIGHTS, tmp_path / 'out', threads=threads)
     for name in {name for name, _, _ in reads}:
         spans = sorted((start, start + size) for n, start, size in reads if n == name)
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), name
     total = sum(tensor.nbytes for model in models for tensor in model.values())
-    assert sum(size for _, _, size in reads) == total == result.bytes_read
+    stored = [place for path in paths for place in storage_of_all(path)]
+    assert sorted((name, start) for name, start, _ in reads) == sorted(stored)
+    assert result.bytes_read == total
+
+
+def storage_of_all(path):
+    """File and offset of every stored chunk of the model."""
+    storage = dcp.FileSystemReader(path).read_metadata().storage_data
+    return [
+        (str(path / place.relative_path), place.offset)
+        for index, place in storage.items()
+        if index.offset is not None
+    ]
 
 
 _MEMORY_SCRIPT = """
