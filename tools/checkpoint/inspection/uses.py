@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
+    torch_refusal,
 )
 from megatron.core.optimizer.resume_report import ResumeReport, with_overlay
 
@@ -99,6 +100,8 @@ def resume(stored: StoredCheckpoint, report: ResumeReport | None) -> Use:
     """Whether a run goes on from the checkpoint with its optimizer state."""
     if stored.release:
         return Use(RESUME, False, 'the optimizer starts fresh from a release')
+    if torch_refusal():
+        return Use(RESUME, False, torch_refusal())
     kind = stored_optimizer_format(stored)
     if kind == 'none':
         return Use(RESUME, False, 'no optimizer state; load with --no-load-optim')

@@ -1,6 +1,7 @@
 """DCP's save with a planner that merges on demand: memory is one chunk per writer thread."""
 
 import dataclasses
+import inspect
 import io
 import mmap
 import os
@@ -288,13 +289,19 @@ def save_merged(
                 storage_writer=writer,
                 planner=planner,
                 process_group=group,
-                no_dist=group is None,
+                **_no_dist(group),
             )
     finally:
         for merger in planner.mergers:
             merger.close()
         if writer.failure is not None:
             raise writer.failure
+
+
+def _no_dist(group: dist.ProcessGroup | None) -> dict[str, bool]:
+    """What keeps DCP to this process; torch 2.6 sees whether there is a group."""
+    known = 'no_dist' in inspect.signature(dcp.save).parameters
+    return {'no_dist': group is None} if known else {}
 
 
 def _batches(jobs: Iterable[ChunkJob]) -> Iterator[list[ChunkJob]]:
