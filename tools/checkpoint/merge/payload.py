@@ -88,21 +88,22 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
         done += count
 
 
-def read_bytes(path: Path, piece: Slice) -> bytes:
+def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> bytes:
     """All bytes of one entry.
+
+    Args:
+        files: where the file stays open for the next entry
 
     Raises:
         CheckpointError: it can't be read
     """
     data = bytearray(piece.length)
+    opened = files or OpenFiles(1)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f'{path}: {error.strerror}') from error
-    try:
-        read_exactly(descriptor, memoryview(data), piece.offset, path)
+        read_exactly(opened.get(path), memoryview(data), piece.offset, path)
     finally:
-        os.close(descriptor)
+        if files is None:
+            opened.close()
     return bytes(data)
 
 
