@@ -1,7 +1,13 @@
-# Everything runs in a virtual environment of its own: one for each megatron-core version.
+# Everything runs in a virtual environment of its own: one for each megatron-core version, and one for
+# each older torch (TORCH=2.6.0), on which only the tests of the tools run.
 MEGATRON_CORE ?= 0.19.2
+TORCH ?=
 PYTHON ?= python3.12
-VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))
+VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))$(if $(TORCH),-torch-$(TORCH))
+# The others train, for which core needs a newer torch, and Triton a GPU's driver.
+TOOLS := $(filter-out %_real.py,$(wildcard $(addprefix tests/unit_tests/tools/checkpoint/, \
+    test_weighted_merge*.py test_merge_*.py common/test_*.py)))
+TESTS ?= $(if $(TORCH),$(TOOLS))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -11,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python -W ignore examples/demo.py demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -20,7 +26,8 @@ lint: $(READY)
 
 $(READY): tests/requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r tests/requirements.txt megatron-core==$(MEGATRON_CORE)
+	sed $(if $(TORCH),'s/^torch==.*/torch==$(TORCH)/; /^emerging-optimizers/d','') tests/requirements.txt >$(VENV)/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/requirements.txt megatron-core==$(MEGATRON_CORE)
 	touch $@
 
 # Transformer Engine's modules without a GPU: minutes of compiling, see tests/te/Makefile.

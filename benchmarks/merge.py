@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 GB = 1e9
-PARTS = ('speed', 'ranks', 'disk', 'memory')
+PARTS = ('speed', 'ranks', 'disk', 'memory', 'chunks')
 
 
 def model_shapes(layers: int, hidden: int, vocabulary: int = 50304) -> dict[str, tuple[int, ...]]:
@@ -292,6 +292,51 @@ def memory(parent: Path, runs: int, rows: list[str]) -> None:
             )
 
 
+CHUNKS = 10_000
+_EACH_CHUNK = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+import tools.checkpoint.merge.run
+from tools.checkpoint.common.progress import peak_memory, resident_memory
+from tools.checkpoint.merge import run
+from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
+inputs, verify, held = sys.argv[4:], sys.argv[3] == 'verify', []
+prepare = run.prepare
+run.prepare = lambda *a: (prepare(*a), held.append(resident_memory()))[0]
+wall, processor = time.perf_counter(), time.process_time()
+merge(inputs, [0.5] * len(inputs), sys.argv[2], threads=1, verify=verify)
+figures = time.perf_counter() - wall, time.process_time() - processor, peak_memory() - held[0]
+print(json.dumps(figures))
+"""
+
+
+def chunks(parent: Path, runs: int, rows: list[str]) -> None:
+    """Time and memory for each of many small chunks, as of a model with many experts."""
+    shapes = {
+        f'decoder.layers.mlp.experts.experts.linear_fc{i}.weight': (CHUNKS // 20, 1, 256)
+        for i in range(20)
+    }
+    with checkpoints(parent, shapes, 4) as (root, paths):
+        for count, verify in ((2, ''), (2, 'verify'), (4, '')):
+            figures = []
+            for _ in range(runs):
+                done = subprocess.run(
+                    [sys.executable, '-c', _EACH_CHUNK, REPOSITORY, root / 'out', verify]
+                    + paths[:count],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
+                figures.append(json.loads(done.stdout))
+                shutil.rmtree(root / 'out')
+            wall, processor, peak = (min(column) / CHUNKS for column in zip(*figures, strict=True))
+            rows.append(
+                f'| {count} × {CHUNKS} chunks of 256 bf16{", --verify" if verify else ""}, 1 thread'
+                f' | {processor * 1e3:.2f} ms a chunk of processor, {wall * 1e3:.2f} ms of wall '
+                f'time, {peak:.0f} bytes over the plan | | |'
+            )
+
+
 def _numel(sizes: tuple[int, ...]) -> int:
     total = 1
     for size in sizes:
@@ -310,7 +355,7 @@ def main() -> None:
     rows: list[str] = []
     for part in args.only:
         parent = args.disk if part == 'disk' else args.dir
-        {'speed': speed, 'ranks': ranks, 'disk': disk, 'memory': memory}[part](
+        {'speed': speed, 'ranks': ranks, 'disk': disk, 'memory': memory, 'chunks': chunks}[part](
             parent, args.runs, rows
         )
         print(f'{part} done', file=sys.stderr)

@@ -12,7 +12,7 @@ From Python: ``merge_same_layout_dcp_metadata_checkpoints`` and ``checkpoint_coe
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,18 +36,8 @@ def merge_same_layout_dcp_metadata_checkpoints(
     balance_rank_work: bool = False,
     *,
     normalize: bool = False,
-    keep_fp32: Sequence[str] = (),
-    extra_state_source_index: int | None = None,
     common_state_checkpoint: str | Path | None = None,
-    byte_accounting: str = 'rank0',
-    model_only: bool = False,
-    allow_reshard: bool = False,
-    allow_nonfinite: bool = False,
-    trust_checkpoints: bool = False,
-    verify: bool = False,
-    save_integrity: bool = False,
-    dry_run: bool = False,
-    threads: int | None = None,
+    **options: Any,
 ) -> 'MergeResult':
     """Merge checkpoints into a new one.
 
@@ -62,9 +52,12 @@ def merge_same_layout_dcp_metadata_checkpoints(
         save_dtype: ``same``, ``float32``, ``float16`` or ``bfloat16``
         merge_style: name of the weights' schedule, for the provenance only
         balance_rank_work: share out chunks over ranks by size
-        threads: writer threads of each rank; default: torch's number of threads, at most 4
-
-        The others are the command line's flags of the same names.
+        normalize: scale the weights to sum 1
+        common_state_checkpoint: checkpoint that common state and ``_extra_state`` come from
+        options: ``keep_fp32``, ``extra_state_source_index``, ``byte_accounting``, ``model_only``,
+            ``allow_reshard``, ``allow_nonfinite``, ``trust_checkpoints``, ``verify``,
+            ``save_integrity``, ``dry_run``: the command line's flags of these names; ``threads``:
+            writer threads of each rank, by default torch's number of threads, at most 4
 
     Returns:
         what was done, the same on every rank: ``output_dir``, ``inputs``, ``weights``,
@@ -78,6 +71,7 @@ def merge_same_layout_dcp_metadata_checkpoints(
     from .merge.prepare import Request
     from .merge.run import run_merge
 
+    given = None if common_state_checkpoint is None else Path(common_state_checkpoint)
     return run_merge(
         Request(
             inputs=lambda: explicit_inputs(
@@ -86,21 +80,9 @@ def merge_same_layout_dcp_metadata_checkpoints(
             output_dir=Path(output_dir),
             output_iteration=output_iteration,
             save_dtype=save_dtype,
-            keep_fp32=keep_fp32,
             balance_rank_work=balance_rank_work,
-            extra_state_source_index=extra_state_source_index,
-            common_state_checkpoint=(
-                None if common_state_checkpoint is None else Path(common_state_checkpoint)
-            ),
-            byte_accounting=byte_accounting,
-            model_only=model_only,
-            allow_reshard=allow_reshard,
-            allow_nonfinite=allow_nonfinite,
-            trust_checkpoints=trust_checkpoints,
-            verify=verify,
-            save_integrity=save_integrity,
-            dry_run=dry_run,
-            threads=threads,
+            common_state_checkpoint=given,
+            **options,
         )
     )
 

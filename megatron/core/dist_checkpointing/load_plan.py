@@ -4,11 +4,14 @@
 pure data.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
 from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
@@ -109,6 +112,8 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
             return LoadPlan()
+        if torch_refusal():
+            raise _RefusedError(torch_refusal())
         if source == GPT:
             layer_maps, notes = _gpt_into_hybrid(stored, args)
         else:
@@ -130,6 +135,19 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             *notes[1:],
             *_other_functions(args, stored.args),
         ),
+    )
+
+
+def torch_refusal() -> str:
+    """Why megatron-core loads no ``torch_dist`` checkpoint with the torch there is, if it doesn't.
+
+    Its strategy calls DCP's ``load`` with ``no_dist``, which torch has from 2.7 on.
+    """
+    if 'no_dist' in inspect.signature(dcp.load).parameters:
+        return ''
+    return (
+        f'torch {torch.__version__}: megatron-core can load no torch_dist checkpoint with it '
+        "(DCP's load has no no_dist); use torch 2.7 or newer"
     )
 
 

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 import pytest
+from megatron.core.dist_checkpointing import load_plan
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
 from megatron.core.dist_checkpointing.load_plan import (
     StoredCheckpoint,
@@ -65,6 +66,17 @@ def test_which_optimizer_takes_which_state(name):
         assert not plan.optimizer_refusal or '--no-load-optim' in plan.optimizer_refusal
     anyone = plan_load(stored, any_run(stored, hybrid_layer_pattern='*-*-'), 'hybrid')
     assert bool(anyone.optimizer_refusal) == (not takers)
+
+
+def test_no_load_is_promised_where_core_has_none(monkeypatch):
+    """torch 2.6, whose ``load`` megatron-core calls in vain."""
+    stored = StoredCheckpoint(layout_from_keys(MODEL), {'args': Namespace(num_layers=2)})
+    args = any_run(stored, hybrid_layer_pattern='*-*-')
+    monkeypatch.setattr(load_plan.dcp, 'load', lambda state_dict, *, no_dist=False: None)
+    assert not plan_load(stored, args, 'hybrid').refusal
+    monkeypatch.setattr(load_plan.dcp, 'load', lambda state_dict: None)
+    assert 'use torch 2.7 or newer' in plan_load(stored, args, 'hybrid').refusal
+    assert plan_load(stored, args, 'gpt') == load_plan.LoadPlan()  # core's own, and its words
 
 
 def test_a_number_of_layers_is_compared_where_layers_are_translated():

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
+    torch_refusal,
 )
 from megatron.core.dist_checkpointing.unstored_state import (
     OPTIMIZER,
@@ -114,6 +115,8 @@ def resume(stored: StoredCheckpoint, report: ResumeReport | None) -> Use:
     """Whether a run goes on from the checkpoint with its optimizer state."""
     if stored.release:
         return Use(RESUME, False, 'the optimizer starts fresh from a release')
+    if torch_refusal():
+        return Use(RESUME, False, torch_refusal())
     unstored = unstored_state(stored)
     if OPTIMIZER in unstored:
         options = ' '.join(unstored_options(unstored))

@@ -15,10 +15,11 @@ import torch
 
 from ..common.errors import CheckpointError
 from .geometry import Box, runs
-from .payload import OpenFiles, load_chunk, locate, read_exactly
+from .payload import OpenFiles, SmallArchives, load_chunk, locate, read_exactly
 from .plan import ChunkJob, StoredChunk
 
 BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
+SMALL_ARCHIVE = 256 << 10  # bytes; up to here one is read whole, in one go
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
 _OPEN_FILES = 64
 # a cast to these makes their largest value of all that is larger; what is rounded to it
@@ -60,6 +61,7 @@ class ChunkMerger:
         self._accumulator = torch.empty(block_elements, dtype=torch.float32, device='cpu')
         self._scratch = torch.empty_like(self._accumulator)
         self._raw = _RawBuffer(block_elements)
+        self._small = SmallArchives()
         self.read_seconds = 0.0
         self.math_seconds = 0.0
         self.bytes_read = 0
@@ -82,10 +84,11 @@ class ChunkMerger:
         """
         begin, reading = perf_counter(), self.read_seconds
         self._files.allow(sum(map(len, job.stored)))
-        readers = [self._reader(job, stored) for stored in job.stored]
-        plain = all(isinstance(reader, _PlainReader) for reader in readers)
-        block = self._block if plain else max(job.box.numel, 1)
-        for start in range(0, job.box.numel, block):
+        readers = [self._reader(job, source) for source in range(len(job.stored))]
+        numel = job.box.numel
+        by_block = all(reader.by_block for reader in readers)
+        block = self._block if by_block else max(numel, 1)
+        for start in range(0, numel, block):
             if self._stop.is_set():
                 raise Stopped
             target = out[start : start + block]
@@ -165,18 +168,29 @@ class ChunkMerger:
                 f'{job.box.offsets} is not finite although its inputs are: {reason}'
             )
 
-    def _reader(self, job: ChunkJob, stored: tuple[StoredChunk, ...]) -> '_Reader':
+    def _reader(self, job: ChunkJob, source: int) -> '_Reader':
+        stored = job.stored[source]
         if len(stored) == 1 and stored[0].box == job.box:
-            return self._chunk_reader(job.key, stored[0])
-        parts = [(part.box, self._chunk_reader(job.key, part)) for part in stored]
+            return self._chunk_reader(job.key, stored[0], source)
+        parts = [(part.box, self._chunk_reader(job.key, part, source)) for part in stored]
         return _AssemblingReader(job.box, stored[0].dtype, parts)
 
-    def _chunk_reader(self, key: str, stored: StoredChunk) -> '_Reader':
-        descriptor = self._files.get(stored.path)
-        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
-        if offset is None:
-            return _WholeReader(key, stored)
-        return _PlainReader(descriptor, stored, offset, self._raw)
+    def _chunk_reader(self, key: str, stored: StoredChunk, source: int) -> '_Reader':
+        path, piece, dtype, sizes = stored.path, stored.piece, stored.dtype, stored.box.sizes
+        descriptor = self._files.get(path)
+        if piece.length <= SMALL_ARCHIVE and stored.box.numel:
+            begin = perf_counter()
+            content = bytearray(piece.length)
+            read_exactly(descriptor, memoryview(content), piece.offset, path)
+            self.read_seconds += perf_counter() - begin
+            start = self._small.locate(content, source, path, piece, key, dtype, sizes)
+            if start is not None:
+                return _ReadReader(content, dtype, stored.box.numel, start)
+        else:
+            offset = locate(descriptor, path, piece, key, dtype, sizes)
+            if offset is not None:
+                return _PlainReader(descriptor, stored, offset, self._raw)
+        return _WholeReader(key, stored)
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
@@ -220,11 +234,27 @@ class _RawBuffer:
 
 
 class _Reader:
-    """Elements of one source's chunk, by position in it."""
+    """Elements of one source's chunk, by position in it.
+
+    Attributes:
+        by_block: whether reading a block costs no more than a block
+    """
+
+    by_block = True
 
     def read(self, start: int, count: int) -> torch.Tensor:
         """``count`` elements from ``start`` on, 1-D, valid until the next call of any reader."""
         raise NotImplementedError
+
+
+class _ReadReader(_Reader):
+    """Elements of an archive that is in memory."""
+
+    def __init__(self, content: bytearray, dtype: torch.dtype, numel: int, start: int) -> None:
+        self._elements = torch.frombuffer(content, dtype=dtype, count=numel, offset=start)
+
+    def read(self, start: int, count: int) -> torch.Tensor:
+        return self._elements[start : start + count]
 
 
 class _PlainReader(_Reader):
@@ -259,6 +289,8 @@ class _PlainReader(_Reader):
 class _WholeReader(_Reader):
     """Loads the chunk anew for each block; merged with one block for the whole chunk."""
 
+    by_block = False
+
     def __init__(self, key: str, stored: StoredChunk) -> None:
         self._key = key
         self._stored = stored
@@ -271,6 +303,8 @@ class _WholeReader(_Reader):
 
 class _AssemblingReader(_Reader):
     """Puts a chunk together from the parts of others, where layouts differ."""
+
+    by_block = False
 
     def __init__(self, box: Box, dtype: torch.dtype, parts: Sequence[tuple[Box, _Reader]]) -> None:
         self._box = box

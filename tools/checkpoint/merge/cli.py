@@ -127,6 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group('output')
     output.add_argument(
         '--merge-output',
+        dest='output_dir',
         type=local_path,
         required=True,
         metavar='DIR',
@@ -143,6 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     output.add_argument(
         '--merge-save-dtype',
+        dest='save_dtype',
         choices=SAVE_DTYPES,
         default='same',
         help="same (default: each tensor's own) or one for all; either way the inputs' dtypes must "
@@ -175,11 +177,13 @@ def make_parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group('run')
     run.add_argument(
         '--merge-balance-rank-work',
+        dest='balance_rank_work',
         action='store_true',
         help='share out chunks over ranks by size, largest first',
     )
     run.add_argument(
         '--merge-byte-accounting',
+        dest='byte_accounting',
         choices=BYTE_ACCOUNTING,
         default='rank0',
         help='who stats the written files for the report (default: rank0); all is each-rank',
@@ -200,6 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         '--report-json',
+        dest='report',
         type=local_path,
         metavar='FILE',
         help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
@@ -230,30 +235,15 @@ def run(argv: Sequence[str] | None = None) -> int:
     told: list[bool] = []
     request = Request(
         inputs=lambda: _inputs(args, first),
-        output_dir=args.merge_output,
-        output_iteration=args.output_iteration,
-        save_dtype=args.merge_save_dtype,
-        keep_fp32=args.keep_fp32,
-        balance_rank_work=args.merge_balance_rank_work,
-        extra_state_source_index=args.extra_state_source_index,
-        common_state_checkpoint=args.common_state_checkpoint,
-        byte_accounting=args.merge_byte_accounting,
-        model_only=args.model_only,
-        allow_reshard=args.allow_reshard,
-        allow_nonfinite=args.allow_nonfinite,
-        trust_checkpoints=args.trust_checkpoints,
-        verify=args.verify,
-        save_integrity=args.save_integrity,
-        dry_run=args.dry_run,
-        report=args.report_json,
+        **{name: given for name, given in vars(args).items() if name in Request.options()},
         on_plan=lambda result: told.append(_show_plan(result)),
     )
     try:
         result = run_merge(request)
         if first and not args.dry_run:
             tell(report_text(result))  # published, whoever reads this
-        if first and args.report_json:
-            write_json(result, args.report_json)
+        if first and args.report:
+            write_json(result, args.report)
     except CheckpointError as error:
         if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
             complain(error)
@@ -278,8 +268,8 @@ def _is_range(args: argparse.Namespace) -> bool:
 
 def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where flags don't go together."""
-    if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
-        parser.error(f'--report-json {args.report_json}: no such directory')
+    if args.report is not None and not os.path.isdir(args.report.absolute().parent):
+        parser.error(f'--report-json {args.report}: no such directory')
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from ..common.errors import CheckpointError, one_line
 from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
 from ..common.stored import COMMON_FILE, COMMON_KEY, read_common_state
+from .inputs import Inputs
 from .source import Source
 
 PROVENANCE_KEY = 'weighted_merge_provenance'
+_IMPLEMENTATION = 'dcp-metadata-same-layout'
 
 
 @dataclass
@@ -165,3 +168,47 @@ def save_common_state(state: Mapping[str, Any], directory: Path) -> None:
     data = io.BytesIO()
     torch.save(dict(state), data)
     (directory / COMMON_FILE).write_bytes(data.getvalue())
+
+
+def make_provenance(
+    inputs: Inputs,
+    common_state_source: Path | None,
+    extra_state_source: Path,
+    *,
+    save_dtype: str,
+    balanced: bool,
+) -> dict[str, object]:
+    """Where the output comes from, in plain values, so that any reader of common state loads it."""
+    return {
+        'inputs': [str(directory.absolute()) for directory in inputs.directories],
+        'iterations': inputs.iterations,
+        'weights': list(inputs.weights),
+        'normalized': inputs.normalized,
+        'merge_style': inputs.style,
+        'save_dtype': save_dtype,
+        'common_state_source': common_state_source and str(common_state_source.absolute()),
+        'extra_state_source': str(extra_state_source.absolute()),
+        'implementation': _IMPLEMENTATION,
+        'balance_rank_work': balanced,
+        'git_revision': _git_revision(),
+    }
+
+
+def _git_revision() -> str | None:
+    """Commit of the repository that tracks this file; None where none does."""
+    file = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ['git', '-C', str(file.parent), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+
+    try:
+        git('ls-files', '--error-unmatch', file.name)
+        return git('rev-parse', 'HEAD')
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -57,12 +57,12 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether two boxes share an element, counted on the grid of all their edges."""
-    if math.prod(2 * len(boxes) for _ in shape) > _LARGEST_GRID:
-        return _pair_overlaps(boxes)
     grids = []
     for dim in range(len(shape)):
         edges = sorted({box.offsets[dim] for box in boxes} | {box.ends[dim] for box in boxes})
         grids.append({edge: position for position, edge in enumerate(edges)})
+    if math.prod(map(len, grids)) > _LARGEST_GRID:
+        return _pair_overlaps(boxes)
     counts = numpy.zeros([max(len(grid) - 1, 1) for grid in grids], dtype=numpy.uint8)
     for box in boxes:
         cells = tuple(

@@ -1,17 +1,18 @@
 """Where the elements of a stored chunk lie, so that they can be read block by block.
 
-DCP stores a chunk as a ``torch.save`` archive: an uncompressed zip at a known place of a
-``.distcp`` file. ``locate`` parses its directory and its pickle and proves that the elements lie
-there row-major, in the dtype and shape that the metadata says. An archive of any other shape is
-read whole through ``torch.load``.
+DCP stores a chunk as a ``torch.save`` archive at a known place of a ``.distcp`` file. ``locate``
+reads its directory and its pickle and proves that the elements lie there row-major, in the dtype
+and shape that the metadata says. An archive of any other shape is read whole through
+``torch.load``.
 """
 
 import io
+import math
 import os
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,15 @@ import torch
 from ..common.errors import CheckpointError
 from ..common.pickle_scan import refuse_memory_request
 from ..common.safe_load import load_torch
-from ..common.zip_record import HEADER, payload_start
+from .archive import Archive, NotPlain, Template
 from .source import Slice
 
-_TAIL = 4096
 _STORAGES = {
     'FloatStorage': torch.float32,
     'HalfStorage': torch.float16,
     'BFloat16Storage': torch.bfloat16,
     'DoubleStorage': torch.float64,
 }
-_END = struct.Struct('<4s4H2LH')
-_END64_LOCATOR = struct.Struct('<4sLQL')
-_END64 = struct.Struct('<4sQ2H2L4Q')
-_ENTRY = struct.Struct('<4s6H3L5H2L')
-_USUAL_HEADER = 256  # bytes; torch aligns what follows to 64
-
-
-class _NotPlain(Exception):
-    """The archive isn't one plain contiguous tensor; it has to be loaded as a whole."""
 
 
 class OpenFiles:
@@ -97,21 +88,22 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
         done += count
 
 
-def read_bytes(path: Path, piece: Slice) -> bytes:
+def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> bytes:
     """All bytes of one entry.
+
+    Args:
+        files: where the file stays open for the next entry
 
     Raises:
         CheckpointError: it can't be read
     """
     data = bytearray(piece.length)
+    opened = files or OpenFiles(1)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise CheckpointError(f'{path}: {error.strerror}') from error
-    try:
-        read_exactly(descriptor, memoryview(data), piece.offset, path)
+        read_exactly(opened.get(path), memoryview(data), piece.offset, path)
     finally:
-        os.close(descriptor)
+        if files is None:
+            opened.close()
     return bytes(data)
 
 
@@ -159,28 +151,78 @@ def locate(
     Raises:
         CheckpointError: the archive holds a tensor of another dtype or shape, or can't be read
     """
+
+    def read(at: int, size: int) -> bytes:
+        data = bytearray(size)
+        read_exactly(descriptor, memoryview(data), piece.offset + at, path)
+        return bytes(data)
+
+    found = _elements(read, path, piece, key, dtype, sizes)
+    return None if found is None else piece.offset + found[0]
+
+
+class SmallArchives:
+    """Finds the elements of archives that are in memory, by the last one of the same kind."""
+
+    def __init__(self) -> None:
+        self._templates: dict[object, Template] = {}
+
+    def locate(
+        self,
+        content: bytearray,
+        source: int,
+        path: Path,
+        piece: Slice,
+        key: str,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+    ) -> int | None:
+        """Offset of the first element in an archive; as ``locate``.
+
+        Args:
+            content: the archive
+            source: which input it is of, each of which has one writer
+        """
+        kind = source, len(content), dtype, sizes
+        template = self._templates.get(kind)
+        if template is not None and template.matches(content):
+            return template.start
+        frozen = bytes(content)
+        found = _elements(lambda at, n: frozen[at : at + n], path, piece, key, dtype, sizes)
+        if found is None:
+            return None
+        try:
+            self._templates[kind] = Template(frozen, found[1])
+        except (NotPlain, KeyError, struct.error, CheckpointError):
+            pass  # each of them is looked at in full
+        return found[0] if found[0] % dtype.itemsize == 0 else None
+
+
+def _elements(
+    read: Callable[[int, int], bytes],
+    path: Path,
+    piece: Slice,
+    key: str,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+) -> tuple[int, bytes] | None:
+    """Offset of the first element in an archive, and the record that holds it."""
     try:
-        directory = _directory(descriptor, path, piece)
-        names = [name for name in directory if name.endswith(b'/data.pkl')]
-        if len(names) != 1:
-            raise _NotPlain
-        start, length = _record(descriptor, path, piece, directory, names[0])
-        data = bytearray(length)
-        read_exactly(descriptor, memoryview(data), start, path)
+        archive = Archive(read, piece.length, f'{path}: the archive at {piece.offset}')
+        data = archive.content(b'data.pkl')
         refuse_memory_request(data)
         tensor = _TensorUnpickler(io.BytesIO(data)).load()
         if not isinstance(tensor, _StoredTensor) or len(tensor.size) != len(tensor.stride):
-            raise _NotPlain
-        root = names[0].removesuffix(b'data.pkl')
-        start, length = _record(
-            descriptor, path, piece, directory, root + b'data/' + tensor.storage.encode()
-        )
-        if _order(descriptor, path, piece, directory, root + b'byteorder') != b'little':
-            raise _NotPlain
+            return None
+        record = b'data/' + tensor.storage.encode()
+        start, length = archive.place(record)
+        # archives from before torch 2.1 don't say
+        if b'byteorder' in archive and archive.content(b'byteorder') != b'little':
+            return None
     except CheckpointError:
         raise
     except (
-        _NotPlain,
+        NotPlain,
         KeyError,
         struct.error,
         pickle.UnpicklingError,
@@ -197,108 +239,10 @@ def locate(
             f'{path}: {key}: holds {tensor.dtype} of {tensor.size}, the metadata says {dtype} of '
             f'{tuple(sizes)}'
         )
-    nbytes = dtype.itemsize
-    for size in sizes:
-        nbytes *= size
+    nbytes = math.prod(sizes) * dtype.itemsize
     if tensor.offset != 0 or not tensor.row_major or length < nbytes:
         return None
-    return start
-
-
-_Directory = dict[bytes, tuple[int, int]]
-
-
-def _directory(descriptor: int, path: Path, piece: Slice) -> _Directory:
-    """The zip's central directory: record name to (offset of its local header, size)."""
-    tail = bytearray(min(_TAIL, piece.length))
-    tail_start = piece.length - len(tail)
-    read_exactly(descriptor, memoryview(tail), piece.offset + tail_start, path)
-    at = len(tail) - _END.size
-    magic, _, _, _, count, size, start, comment = _END.unpack_from(tail, at)
-    if magic != b'PK\x05\x06' or comment:
-        raise _NotPlain
-    if start == 0xFFFFFFFF or size == 0xFFFFFFFF or count == 0xFFFF:
-        magic, _, where, _ = _END64_LOCATOR.unpack_from(tail, at - _END64_LOCATOR.size)
-        fields = _END64.unpack_from(tail, where - tail_start)
-        if magic != b'PK\x06\x07' or fields[0] != b'PK\x06\x06' or where < tail_start:
-            raise _NotPlain
-        count, size, start = fields[7], fields[8], fields[9]
-    if start + size > piece.length:
-        raise _NotPlain
-    if start < tail_start:
-        tail, tail_start = bytearray(size), start
-        read_exactly(descriptor, memoryview(tail), piece.offset + start, path)
-    directory: _Directory = {}
-    at = start - tail_start
-    for _ in range(count):
-        fields = _ENTRY.unpack_from(tail, at)
-        magic, method, packed, full = fields[0], fields[4], fields[8], fields[9]
-        name_size, extra_size, comment_size, header = *fields[10:13], fields[16]
-        at += _ENTRY.size
-        name = bytes(tail[at : at + name_size])
-        if magic != b'PK\x01\x02' or method != 0:
-            raise _NotPlain
-        full, packed, header = _wide(
-            bytes(tail[at + name_size : at + name_size + extra_size]), full, packed, header
-        )
-        if full != packed:
-            raise _NotPlain
-        directory[name] = header, full
-        at += name_size + extra_size + comment_size
-    return directory
-
-
-def _wide(extra: bytes, *values: int) -> list[int]:
-    """Replace the fields of a directory entry that are kept in its zip64 extra field."""
-    at, wide = 0, b''
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from('<HH', extra, at)
-        if kind == 1:
-            wide = extra[at + 4 : at + 4 + size]
-        at += 4 + size
-    result = []
-    for value in values:
-        if value == 0xFFFFFFFF:
-            value, wide = struct.unpack_from('<Q', wide)[0], wide[8:]
-        result.append(value)
-    return result
-
-
-def _record(
-    descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes
-) -> tuple[int, int]:
-    """File offset and size of a record's bytes, from its local header."""
-    header_at, size = directory[name]
-    room = piece.length - header_at
-    if room < HEADER.size:
-        raise _NotPlain
-    header = bytearray(min(room, _USUAL_HEADER))
-    read_exactly(descriptor, memoryview(header), piece.offset + header_at, path)
-    fields = HEADER.unpack_from(header)
-    if fields[0] != b'PK\x03\x04' or fields[3] != 0:
-        raise _NotPlain
-    needed = HEADER.size + fields[9] + fields[10]
-    if len(header) < needed <= room:
-        header = bytearray(needed)
-        read_exactly(descriptor, memoryview(header), piece.offset + header_at, path)
-    start = payload_start(header, name)
-    if start is None:
-        raise CheckpointError(
-            f'{path}: the archive at {piece.offset}: the header of {name.decode(errors="replace")} '
-            "doesn't fit the archive's directory; the file is damaged"
-        )
-    if header_at + start + size > piece.length:
-        raise _NotPlain
-    return piece.offset + header_at + start, size
-
-
-def _order(descriptor: int, path: Path, piece: Slice, directory: _Directory, name: bytes) -> bytes:
-    if name not in directory:  # archives from before torch 2.1 don't say
-        return b'little'
-    start, size = _record(descriptor, path, piece, directory, name)
-    data = bytearray(size)
-    read_exactly(descriptor, memoryview(data), start, path)
-    return bytes(data)
+    return start, record
 
 
 class _StoredTensor:
@@ -315,7 +259,7 @@ class _StoredTensor:
         flags: object = None,
     ) -> None:
         if flags:  # negated or conjugated when looked at
-            raise _NotPlain
+            raise NotPlain
         _, self.dtype, self.storage, _, _ = storage
         self.offset = offset
         self.size = tuple(size)

@@ -197,7 +197,7 @@ def make_plan(
             chunks = {box.offsets: piece for box, piece in copied.chunks.items()}
             plan.copied_tensors[key] = _output_tensor(copied, copied.dtype)
         plan.byte_entries += [
-            BytesJob(key, extra_states.directory / piece.file, piece, offsets)
+            BytesJob(key, extra_states.file(piece.file), piece, offsets)
             for offsets, piece in chunks.items()
         ]
     shares = (
@@ -220,12 +220,12 @@ def _stored(source: Source, key: str, box: Box) -> tuple[StoredChunk, ...]:
     entry = source.tensors[key]
     exact = entry.chunks.get(box)
     if exact is not None:
-        return (StoredChunk(source.directory / exact.file, exact, box, entry.dtype),)
+        return (StoredChunk(source.file(exact.file), exact, box, entry.dtype),)
     if box.numel == 0:
         other, piece = next(iter(entry.chunks.items()))
-        return (StoredChunk(source.directory / piece.file, piece, other, entry.dtype),)
+        return (StoredChunk(source.file(piece.file), piece, other, entry.dtype),)
     return tuple(
-        StoredChunk(source.directory / piece.file, piece, other, entry.dtype)
+        StoredChunk(source.file(piece.file), piece, other, entry.dtype)
         for other, piece in entry.chunks.items()
         if box.intersection(other)
     )

@@ -1,10 +1,8 @@
 """Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
 
-import os
 import shutil
-import stat
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..common.errors import CheckpointError
@@ -17,23 +15,20 @@ from ..common.paths import (
     real_path,
     refuse_tracker_directory,
     refuse_unreachable,
-    refuse_unwritable,
     refuse_url,
     resolve_checkpoint,
 )
 from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
 from .accumulate import BLOCK_ELEMENTS
-from .common_state import CommonState, choose_common_state, refuse_unstorable
+from .common_state import CommonState, choose_common_state, make_provenance, refuse_unstorable
 from .inputs import Inputs
 from .options import BYTE_ACCOUNTING
 from .plan import MergePlan, make_plan
-from .provenance import make_provenance
-from .report import MergeResult, is_report
+from .report import MergeResult, refuse_report
 from .source import FLOAT8_DTYPES, Source, read_source
 from .validate import validate_given_extra_states, validate_sources
 
-MAX_REPORT_BYTES = 2**26
 MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
 
 
@@ -70,6 +65,11 @@ class Request:
     threads: int | None = None
     block_elements: int = BLOCK_ELEMENTS
     on_plan: Callable[[MergeResult], object] = field(default=lambda result: None)
+
+    @classmethod
+    def options(cls) -> set[str]:
+        """Names of what a user sets, on the command line and in the library alike."""
+        return {option.name for option in fields(cls)} - {'inputs', 'on_plan'}
 
 
 @dataclass
@@ -137,47 +137,6 @@ def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
             )
 
 
-def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
-    """Raise where writing a report would damage something, or can't work.
-
-    What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
-
-    Args:
-        report: the file
-        target: the directory that the merge writes
-        read_from: checkpoint directories that the merge reads, and what they are called
-
-    Raises:
-        CheckpointError: it lies in one of the checkpoints, or is something else that exists
-    """
-    file, output = real_path(report), real_path(target)
-    if file.is_relative_to(output) or output.is_relative_to(file):
-        raise CheckpointError(f'--report-json {report}: in the place of the output {target}')
-    if file.name == TRACKER_NAME:
-        raise CheckpointError(f'--report-json {report}: the place of a tracker; name another file')
-    for directory, name in read_from.items():
-        if file.is_relative_to(real_path(directory)):
-            raise CheckpointError(f'--report-json {report}: lies inside {name}')
-    try:
-        found = os.stat(file)
-        mode = found.st_mode
-        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
-            return
-        if not stat.S_ISREG(mode):
-            raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
-        refuse_unwritable(report, file)
-        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
-            raise CheckpointError(
-                f'--report-json {report}: exists and is no report of a merge; name another file'
-            )
-    except FileNotFoundError:
-        refuse_unwritable(report, file.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"--report-json {report}: can't be written: {error.strerror}"
-        ) from error
-
-
 def prepare(request: Request, world_size: int) -> Prepared:
     """Find the inputs, check them against each other, and plan the merge.
 
@@ -188,28 +147,9 @@ def prepare(request: Request, world_size: int) -> Prepared:
     iteration = request.output_iteration
     if iteration is None:
         iteration = inputs.last_iteration
-    refuse_url(request.output_dir)
-    target = output_target(request.output_dir.absolute(), iteration)
-    finished = not request.dry_run and recover([target], output_trackers(target, iteration))
-    refuse_existing(target, finished)
-    refuse_unreachable(target)
-    refuse_later_tracker(target, iteration)
-    read_from = {directory: f'the input {directory}' for directory in inputs.directories}
-    given_directory = None
-    if request.common_state_checkpoint is not None:
-        given_directory = resolve_checkpoint(request.common_state_checkpoint)
-        read_from.setdefault(given_directory, f'--common-state-checkpoint {given_directory}')
-    for directory, name in read_from.items():
-        if real_path(target).is_relative_to(real_path(directory)):
-            raise CheckpointError(f'{target}: lies inside {name}')
-    if request.report is not None:
-        refuse_report(request.report, target, read_from)
-    if request.threads is not None and request.threads < 1:
-        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
-    if request.byte_accounting not in BYTE_ACCOUNTING:
-        raise CheckpointError(
-            f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
-        )
+    target = _free_target(request, iteration)
+    given_directory = _refuse_places(request, inputs, target)
+    _refuse_options(request)
 
     def read(directory: Path) -> Source:
         return read_source(
@@ -218,21 +158,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
 
     sources = [read(directory) for directory in inputs.directories]
     validate_sources(sources, allow_reshard=request.allow_reshard)
-    given = None
-    if given_directory is not None:
-        if request.extra_state_source_index is not None:
-            raise CheckpointError(
-                '--common-state-checkpoint supplies _extra_state too; drop '
-                '--extra-state-source-index'
-            )
-        given = read(given_directory)
-        validate_given_extra_states(given, sources)
-    index = request.extra_state_source_index or 0
-    if not 0 <= index < len(sources):
-        raise CheckpointError(
-            f'--extra-state-source-index {index}: expected 0 to {len(sources) - 1}'
-        )
-    extra_states = given or sources[index]
+    given = _given(request, sources, read, given_directory)
+    extra_states = given or sources[_extra_state_index(request, len(sources))]
     common = choose_common_state(
         sources, output_iteration=iteration, given=given, trust=request.trust_checkpoints
     )
@@ -246,33 +173,102 @@ def prepare(request: Request, world_size: int) -> Prepared:
         balance=request.balance_rank_work,
     )
     provenance = make_provenance(
-        directories=list(inputs.directories),
-        iterations=inputs.iterations,
-        weights=list(inputs.weights),
-        normalized=inputs.normalized,
-        style=inputs.style,
+        inputs,
+        common.origin,
+        extra_states.directory,
         save_dtype=request.save_dtype,
-        common_state_source=common.origin,
-        extra_state_source=extra_states.directory,
         balanced=request.balance_rank_work,
     )
+    result = _result(request, inputs, plan, sources, target, world_size)
+    result.copied_extra_states = len(extra_states.extra_states)
+    result.warnings = _warnings(inputs, common, iteration, target, result.content_bytes, sources[0])
+    return Prepared(inputs, target, iteration, plan, common, provenance, result)
+
+
+def _free_target(request: Request, iteration: int | None) -> Path:
+    """The output's directory, where one can be made, and named by no tracker of a later one."""
+    refuse_url(request.output_dir)
+    target = output_target(request.output_dir.absolute(), iteration)
+    finished = not request.dry_run and recover([target], output_trackers(target, iteration))
+    refuse_existing(target, finished)
+    refuse_unreachable(target)
+    refuse_later_tracker(target, iteration)
+    return target
+
+
+def _refuse_places(request: Request, inputs: Inputs, target: Path) -> Path | None:
+    """Raise where output or report lie in what is read; where the common state is given."""
+    read_from = {directory: f'the input {directory}' for directory in inputs.directories}
+    given = None
+    if request.common_state_checkpoint is not None:
+        given = resolve_checkpoint(request.common_state_checkpoint)
+        read_from.setdefault(given, f'--common-state-checkpoint {given}')
+    for directory, name in read_from.items():
+        if real_path(target).is_relative_to(real_path(directory)):
+            raise CheckpointError(f'{target}: lies inside {name}')
+    if request.report is not None:
+        refuse_report(request.report, target, read_from)
+    return given
+
+
+def _refuse_options(request: Request) -> None:
+    if request.threads is not None and request.threads < 1:
+        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
+    if request.byte_accounting not in BYTE_ACCOUNTING:
+        raise CheckpointError(
+            f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
+        )
+
+
+def _given(
+    request: Request,
+    sources: Sequence[Source],
+    read: Callable[[Path], Source],
+    directory: Path | None,
+) -> Source | None:
+    """The checkpoint of ``--common-state-checkpoint``."""
+    if directory is None:
+        return None
+    if request.extra_state_source_index is not None:
+        raise CheckpointError(
+            '--common-state-checkpoint supplies _extra_state too; drop --extra-state-source-index'
+        )
+    given = read(directory)
+    validate_given_extra_states(given, sources)
+    return given
+
+
+def _extra_state_index(request: Request, count: int) -> int:
+    index = request.extra_state_source_index or 0
+    if not 0 <= index < count:
+        raise CheckpointError(f'--extra-state-source-index {index}: expected 0 to {count - 1}')
+    return index
+
+
+def _result(
+    request: Request,
+    inputs: Inputs,
+    plan: MergePlan,
+    sources: Sequence[Source],
+    target: Path,
+    world_size: int,
+) -> MergeResult:
+    """What is known of the result before anything is written."""
     content_bytes = plan.output_bytes + sum(job.piece.length for job in plan.byte_entries)
-    result = MergeResult(
+    return MergeResult(
         output_dir=target,
         inputs=[str(directory) for directory in inputs.directories],
         weights=list(inputs.weights),
         averaged_tensors=len(plan.tensors),
-        copied_extra_states=len(extra_states.extra_states),
+        copied_extra_states=0,
         content_bytes=content_bytes,
         bytes_written=content_bytes,
         world_size=world_size,
         rank_bytes=[share.source_bytes for share in plan.shares],
         narrowed=plan.narrowed,
         left_out=sum(len(source.left_out) for source in sources),
-        warnings=_warnings(inputs, common, iteration, target, content_bytes, sources[0]),
         dry_run=request.dry_run,
     )
-    return Prepared(inputs, target, iteration, plan, common, provenance, result)
 
 
 def _warnings(

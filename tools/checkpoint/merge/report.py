@@ -1,12 +1,17 @@
 """Figures of a merge, and how they and the plan are shown."""
 
 import json
-from collections.abc import Sequence
+import os
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..common.errors import CheckpointError
+from ..common.paths import TRACKER_NAME, real_path, refuse_unwritable
 from ..common.progress import format_bytes, format_rate, format_seconds
+
+MAX_REPORT_BYTES = 2**26
 
 
 @dataclass
@@ -158,6 +163,47 @@ def is_report(content: bytes) -> bool:
         if field.default is field.default_factory is MISSING  # reports of other versions have them
     }
     return isinstance(found, dict) and required <= set(found)
+
+
+def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
+    """Raise where writing a report would damage something, or can't work.
+
+    What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
+
+    Args:
+        report: the file
+        target: the directory that the merge writes
+        read_from: checkpoint directories that the merge reads, and what they are called
+
+    Raises:
+        CheckpointError: it lies in one of the checkpoints, or is something else that exists
+    """
+    file, output = real_path(report), real_path(target)
+    if file.is_relative_to(output) or output.is_relative_to(file):
+        raise CheckpointError(f'--report-json {report}: in the place of the output {target}')
+    if file.name == TRACKER_NAME:
+        raise CheckpointError(f'--report-json {report}: the place of a tracker; name another file')
+    for directory, name in read_from.items():
+        if file.is_relative_to(real_path(directory)):
+            raise CheckpointError(f'--report-json {report}: lies inside {name}')
+    try:
+        found = os.stat(file)
+        mode = found.st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
+            return
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
+        refuse_unwritable(report, file)
+        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
+            raise CheckpointError(
+                f'--report-json {report}: exists and is no report of a merge; name another file'
+            )
+    except FileNotFoundError:
+        refuse_unwritable(report, file.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"--report-json {report}: can't be written: {error.strerror}"
+        ) from error
 
 
 def _some(values: Sequence[str]) -> list[str]:

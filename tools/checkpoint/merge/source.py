@@ -81,6 +81,7 @@ class Source:
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
     reshaped: dict[str, object] = field(default_factory=dict)
+    _files: dict[str, Path] = field(default_factory=dict, repr=False)
 
     @property
     def tensor_config(self) -> dict[str, object]:
@@ -90,6 +91,12 @@ class Source:
         itself shows it.
         """
         return {key: self.config[key] for key in self.config if not key.startswith('common_')}
+
+    def file(self, name: str) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
 
     @property
     def common_file(self) -> Path | None:
@@ -136,32 +143,32 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
 
 
 def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
-    directory = source.directory
+    places = _Places(source.directory, metadata)
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if TRAINING_KEY.match(key):
             source.left_out.append(key)
         elif key.split('/')[0] == 'common_state':
-            _take_common(source, key, entry, metadata)
+            _take_common(source, key, entry, places)
         elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
-            taken = _tensor_entry(directory, key, entry, metadata)
+            taken = _tensor_entry(key, entry, places)
             if _EXTRA_STATE.fullmatch(key):
                 source.extra_states[key] = taken
             else:
                 source.tensors[key] = taken
         else:
-            _take_bytes(source, key, entry, metadata)
+            _take_bytes(source, key, entry, places)
     _refuse_foreign(source, foreign, model_only)
     if source.embedded_common is not None and source.common_file is not None:
         raise CheckpointError(
-            f'{directory}: common state both in {COMMON_FILE} and as {COMMON_KEY}, expected one; '
-            'remove the one that is stale'
+            f'{source.directory}: common state both in {COMMON_FILE} and as {COMMON_KEY}, expected '
+            'one; remove the one that is stale'
         )
     if not source.tensors:
         raise CheckpointError(
-            f'{directory}: no model tensors; keys start with none of '
+            f'{source.directory}: no model tensors; keys start with none of '
             'model., decoder., embedding., output_layer., mtp.'
         )
     reshaped = getattr(metadata, 'mcore_data', None) or {}
@@ -193,28 +200,27 @@ def read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def _take_common(source: Source, key: str, entry: object, metadata: Metadata) -> None:
+def _take_common(source: Source, key: str, entry: object, places: '_Places') -> None:
     if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
         raise CheckpointError(
             f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
             f'byte entry {COMMON_KEY}'
         )
-    source.embedded_common = _slice(source.directory, metadata, MetadataIndex(key))
+    source.embedded_common = places.slice(MetadataIndex(key))
 
 
-def _take_bytes(source: Source, key: str, entry: object, metadata: Metadata) -> None:
+def _take_bytes(source: Source, key: str, entry: object, places: '_Places') -> None:
     name = key.split('/shard_')[0]
     if not isinstance(entry, BytesStorageMetadata) or not _EXTRA_STATE.fullmatch(name):
         raise CheckpointError(
             f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
             '_extra_state'
         )
-    source.extra_states[key] = _slice(source.directory, metadata, MetadataIndex(key))
+    source.extra_states[key] = places.slice(MetadataIndex(key))
 
 
-def _tensor_entry(
-    directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
-) -> TensorEntry:
+def _tensor_entry(key: str, entry: TensorStorageMetadata, places: '_Places') -> TensorEntry:
+    directory = places.directory
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
         raise CheckpointError(
@@ -226,7 +232,7 @@ def _tensor_entry(
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if box in chunks:
             raise CheckpointError(f'{directory}: {key}: chunk at {box.offsets} stored twice')
-        piece = _slice(directory, metadata, MetadataIndex(key, chunk.offsets))
+        piece = places.slice(MetadataIndex(key, chunk.offsets))
         if piece.length < box.numel * dtype.itemsize:
             raise CheckpointError(
                 f'{directory}: {key} at {box.offsets}: {piece.length} bytes are stored, fewer than '
@@ -239,17 +245,36 @@ def _tensor_entry(
     return TensorEntry(shape, dtype, chunks)
 
 
-def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
-    info = metadata.storage_data.get(index)
-    where = entry_name(index)
-    if info is None:
-        raise CheckpointError(f'{directory / METADATA_NAME}: no storage for {where}')
-    name = str(stored_file(directory, info.relative_path).relative_to(directory))
-    if getattr(info, 'transform_descriptors', None):
-        raise CheckpointError(
-            f'{directory}: {where}: stored through {info.transform_descriptors}, expected plain'
-        )
-    return Slice(name, info.offset, info.length)
+class _Places:
+    """Where a checkpoint's metadata says that its entries are stored."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        self.directory = directory
+        self._storage = metadata.storage_data
+        self._names: dict[str, str] = {}
+
+    def slice(self, index: MetadataIndex) -> Slice:
+        """The bytes of an entry.
+
+        Raises:
+            CheckpointError: there are none, they lie outside the checkpoint, or are transformed
+        """
+        info = self._storage.get(index)
+        if info is None:
+            raise CheckpointError(
+                f'{self.directory / METADATA_NAME}: no storage for {entry_name(index)}'
+            )
+        name = self._names.get(info.relative_path)
+        if name is None:
+            file = stored_file(self.directory, info.relative_path)
+            name = str(file.relative_to(self.directory))
+            self._names[info.relative_path] = name
+        if getattr(info, 'transform_descriptors', None):
+            raise CheckpointError(
+                f'{self.directory}: {entry_name(index)}: stored through '
+                f'{info.transform_descriptors}, expected plain'
+            )
+        return Slice(name, info.offset, info.length)
 
 
 def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:

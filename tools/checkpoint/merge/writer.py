@@ -1,12 +1,13 @@
 """DCP's save with a planner that merges on demand: memory is one chunk per writer thread."""
 
 import dataclasses
+import inspect
 import io
 import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,24 +25,46 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..common.errors import CheckpointError
 from .accumulate import ChunkMerger, Stopped
+from .archive import Template, save_template, saved
 from .geometry import Box
 from .payload import read_bytes
-from .plan import BytesJob, ChunkJob, MergePlan, RankShare
+from .plan import ChunkJob, MergePlan, RankShare
+
+_SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
+_BATCH = 1 << 20  # bytes of small chunks that are written at once
+
+
+class _Bytes(io.BytesIO):
+    """Bytes for DCP, which writes what ``getbuffer`` gives.
+
+    Python 3.12.1 crashes when it collects the garbage of a write that failed, where the buffer is
+    one that ``BytesIO`` makes.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self._content = content
+
+    def getbuffer(self) -> memoryview:
+        return memoryview(self._content)
 
 
 class MergePlanner(SavePlanner):
     """Plans one rank's share and merges each chunk when the writer asks for it.
+
+    Small chunks go to the writer as archives, many at once, in one item of bytes. They are what
+    ``torch.save`` writes, and the metadata says tensors of them as of others.
 
     Args:
         share: what this rank writes
@@ -52,6 +75,8 @@ class MergePlanner(SavePlanner):
 
     Attributes:
         mergers: the mergers of all threads so far, with their figures
+        batches: by item, the small chunks that are written at once
+        lengths: by item, the bytes of each of their archives, once they are merged
     """
 
     def __init__(
@@ -67,11 +92,17 @@ class MergePlanner(SavePlanner):
         self._new_merger = new_merger
         self._stop = stop
         self._on_bytes = on_bytes
-        self._jobs = {(job.key, job.box.offsets): job for job in share.chunks}
+        large = [job for job in share.chunks if job.nbytes > _SMALL or not job.nbytes]
+        self._jobs = {_index(job): job for job in large}
         self._byte_jobs = {job.index: job for job in share.byte_entries}
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
         self.mergers: list[ChunkMerger] = []
+        small = (job for job in share.chunks if 0 < job.nbytes <= _SMALL)
+        self.batches = {
+            MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(_batches(small))
+        }
+        self.lengths: dict[MetadataIndex, list[int]] = {}
 
     def set_up_planner(
         self,
@@ -82,9 +113,11 @@ class MergePlanner(SavePlanner):
         """Nothing to do: the plan was made from the sources' metadata, there is no state dict."""
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each of the share's chunks and byte entries."""
-        items = [_byte_item(job) for job in self._share.byte_entries]
-        items += [_chunk_item(job) for job in self._share.chunks]
+        """An item for each byte entry, each large chunk, and each batch of small ones."""
+        items = [
+            WriteItem(index, WriteItemType.BYTE_IO) for index in (*self._byte_jobs, *self.batches)
+        ]
+        items += [_chunk_item(index, job) for index, job in self._jobs.items()]
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -103,16 +136,44 @@ class MergePlanner(SavePlanner):
         """
         if self._stop.is_set():
             raise Stopped
+        if write_item.index in self.batches:
+            return self._batch(write_item.index)
         if write_item.type == WriteItemType.BYTE_IO:
             job = self._byte_jobs[write_item.index]
             self._on_bytes(job.piece.length)
-            return io.BytesIO(read_bytes(job.path, job.piece))
-        assert write_item.index.offset is not None
-        chunk = self._jobs[write_item.index.fqn, tuple(write_item.index.offset)]
-        out = self._buffer(chunk)
-        self._merger().merge(chunk, out)
-        self._on_bytes(chunk.source_bytes)
-        return out.view(chunk.box.sizes)
+            return _Bytes(read_bytes(job.path, job.piece))
+        chunk = self._jobs[write_item.index]
+        return self._merged(chunk).view(chunk.box.sizes)
+
+    def _batch(self, index: MetadataIndex) -> io.BytesIO:
+        """Archives of small chunks, one after the other."""
+        archives: list[bytes] = []
+        for job in self.batches[index]:
+            if self._stop.is_set():
+                raise Stopped
+            merged = self._merged(job)
+            template = self._template(job.dtype, job.box.sizes)
+            if template is None:
+                archives.append(saved(merged.view(job.box.sizes).clone()))
+            else:
+                elements = memoryview(self._thread.memory)[: job.nbytes]
+                archives.append(b''.join(template.parts(elements)))
+        self.lengths[index] = list(map(len, archives))
+        return _Bytes(b''.join(archives))
+
+    def _template(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Template | None:
+        if not hasattr(self._thread, 'templates'):
+            self._thread.templates = {}
+        templates = self._thread.templates
+        if (dtype, sizes) not in templates:
+            templates[dtype, sizes] = save_template(dtype, sizes)
+        return templates[dtype, sizes]
+
+    def _merged(self, job: ChunkJob) -> torch.Tensor:
+        out = self._buffer(job)
+        self._merger().merge(job, out)
+        self._on_bytes(job.source_bytes)
+        return out
 
     def _merger(self) -> ChunkMerger:
         if not hasattr(self._thread, 'merger'):
@@ -172,19 +233,19 @@ class MergeWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         """Write all items; a failure is kept in ``failure`` for the ranks to agree on."""
-        items = [_by_chunk_size(item) for item in plan.items]
+        assert isinstance(planner, MergePlanner)
+        entries: Future[list[WriteResult]] = Future()
         try:
-            written = super().write_data(dataclasses.replace(plan, items=items), planner)
-            if self.failure is None and len(written.value()) != len(items):
+            written = super().write_data(plan, planner).value()
+            if self.failure is None and len(written) != len(plan.items):
                 raise CheckpointError(
-                    f'{self.path}: {len(written.value())} of {len(items)} entries were written'
+                    f'{self.path}: {len(written)} of {len(plan.items)} entries were written'
                 )
-            return written
+            entries.set_result([entry for result in written for entry in _entries(result, planner)])
         except BaseException as error:
             self._failed(error)
-            nothing: Future[list[object]] = Future()
-            nothing.set_result([])
-            return nothing
+            entries.set_result([])
+        return entries
 
 
 class _ReportingFileSystem(FileSystem):
@@ -228,7 +289,7 @@ def save_merged(
                 storage_writer=writer,
                 planner=planner,
                 process_group=group,
-                no_dist=group is None,
+                **_no_dist(group),
             )
     finally:
         for merger in planner.mergers:
@@ -237,32 +298,53 @@ def save_merged(
             raise writer.failure
 
 
-def _byte_item(job: BytesJob) -> WriteItem:
-    return WriteItem(
-        index=job.index,
-        type=WriteItemType.BYTE_IO,
-        bytes_io_data=BytesIOWriteData(nbytes=job.piece.length),
-    )
+def _no_dist(group: dist.ProcessGroup | None) -> dict[str, bool]:
+    """What keeps DCP to this process; torch 2.6 sees whether there is a group."""
+    known = 'no_dist' in inspect.signature(dcp.save).parameters
+    return {'no_dist': group is None} if known else {}
 
 
-def _chunk_item(job: ChunkJob) -> WriteItem:
+def _batches(jobs: Iterable[ChunkJob]) -> Iterator[list[ChunkJob]]:
+    batch: list[ChunkJob] = []
+    size = 0
+    for job in jobs:
+        batch.append(job)
+        size += job.nbytes
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _entries(result: WriteResult, planner: MergePlanner) -> Iterator[WriteResult]:
+    """What was written by one item: the chunks, of a batch."""
+    batch = planner.batches.get(result.index)
+    if batch is None:
+        yield result
+        return
+    at = result.storage_data.offset
+    for job, length in zip(batch, planner.lengths[result.index], strict=True):
+        place = dataclasses.replace(result.storage_data, offset=at, length=length)
+        yield WriteResult(_index(job), length, place)
+        at += length
+
+
+def _index(job: ChunkJob) -> MetadataIndex:
+    return MetadataIndex(job.key, torch.Size(job.box.offsets))
+
+
+def _chunk_item(index: MetadataIndex, job: ChunkJob) -> WriteItem:
+    """The item of a chunk, with its size for the tensor's: the writer balances threads by it."""
     return WriteItem(
-        index=MetadataIndex(job.key, torch.Size(job.box.offsets)),
-        type=WriteItemType.SHARD,
+        index,
+        WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=_chunk(job.box),
             properties=TensorProperties(dtype=job.dtype),
             size=torch.Size(job.box.sizes),
         ),
     )
-
-
-def _by_chunk_size(item: WriteItem) -> WriteItem:
-    """The item with its chunk's size for the tensor's: the writer balances threads by it."""
-    if item.tensor_data is None:
-        return item
-    data = dataclasses.replace(item.tensor_data, size=item.tensor_data.chunk.sizes)
-    return dataclasses.replace(item, tensor_data=data)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

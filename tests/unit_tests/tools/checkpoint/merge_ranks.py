@@ -178,7 +178,7 @@ def merge_with_read_error(
 
     def failing(*arguments: Any) -> int:
         calls.append(arguments)
-        if rank == victim and len(calls) == 20:
+        if rank == victim and len(calls) == 2:
             raise OSError(5, 'Input/output error')
         return right(*arguments)
 

@@ -9,7 +9,7 @@ import torch
 from megatron.training import checkpointing
 from torch.distributed import checkpoint as dcp
 
-from tests.cpu_megatron.whole_checkpoint import read_tensors
+from tests.cpu_megatron.whole_checkpoint import ALONE, read_tensors
 from tests.unit_tests.tools.checkpoint.handmade import (
     model_tensors,
     set_common_form,
@@ -161,7 +161,7 @@ def test_fsdp_dtensor_is_named(tmp_path, capsys):
     dcp.save(
         {'model': model, 'optimizer': {'state': state}},
         storage_writer=dcp.FileSystemWriter(tmp_path / 'iter_0000009'),
-        no_dist=True,
+        **ALONE,
     )
     summary = inspect_checkpoint(tmp_path / 'iter_0000009')
     assert (summary.format, summary.optimizer.format) == ('fsdp_dtensor', 'fsdp_dtensor')

@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
+from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import (
     LAYOUT,
     assert_same,
@@ -243,12 +244,12 @@ def test_scalars_empty_and_strided_tensors(tmp_path):
     ]
     for index, model in enumerate(models):
         path = tmp_path / f'{index}'
-        dcp.save(model, checkpoint_id=path, no_dist=True)
+        dcp.save(model, checkpoint_id=path, **ALONE)
         (path / 'metadata.json').write_text('{"sharded_backend": "torch_dist"}')
         paths.append(path)
     merge(paths, [0.5, 0.25, 0.25], tmp_path / 'out', verify=True)
     found = {key: torch.empty_like(value) for key, value in models[0].items()}
-    dcp.load(found, checkpoint_id=tmp_path / 'out', no_dist=True)
+    dcp.load(found, checkpoint_id=tmp_path / 'out', **ALONE)
     for key, value in plain_merge(models, [0.5, 0.25, 0.25]).items():
         assert torch.equal(found[key].float(), value.float()), key
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 
+from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import (
     add_tensor,
     assert_same,
@@ -223,7 +224,7 @@ def test_extra_state_comes_from_the_chosen_input(tmp_path):
         planner = dcp.DefaultLoadPlanner()
         found = {}
         planner.load_bytes = lambda item, value: found.update({item.dest_index.fqn: value})
-        dcp.load(state, checkpoint_id=out, no_dist=True, planner=planner)
+        dcp.load(state, checkpoint_id=out, **ALONE, planner=planner)
         return torch.load(found[f'{key}/shard_0_1'], weights_only=True)
 
     for index, expected in ((None, b'zero'), (0, b'zero'), (1, b'one')):

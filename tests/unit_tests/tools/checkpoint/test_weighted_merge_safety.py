@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import (
     assert_same,
     load_tensors,
@@ -338,7 +339,7 @@ def test_read_errors(run, tmp_path, monkeypatch, capfd):
 
         return preadv
 
-    for at in (1, 5, 40, 100):
+    for at in (1, 5, 20):  # a read for each small chunk of an input
         calls.clear()
         monkeypatch.setattr(os, 'preadv', failing(at))
         with pytest.raises(CheckpointError, match=r'iter_0000.00/.*distcp: .*Input/output error'):
@@ -382,13 +383,25 @@ def test_each_source_chunk_is_read_exactly_once(run, tmp_path, monkeypatch, thre
         reads.append((str(name), offset, len(buffer)))
         right(descriptor, buffer, offset, name)
 
-    monkeypatch.setattr(accumulate, 'read_exactly', record)  # elements
+    monkeypatch.setattr(accumulate, 'read_exactly', record)  # elements, and archives of few
     result = merge(paths, WEIGHTS, tmp_path / 'out', threads=threads)
     for name in {name for name, _, _ in reads}:
         spans = sorted((start, start + size) for n, start, size in reads if n == name)
         assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), name
     total = sum(tensor.nbytes for model in models for tensor in model.values())
-    assert sum(size for _, _, size in reads) == total == result.bytes_read
+    stored = [place for path in paths for place in storage_of_all(path)]
+    assert sorted((name, start) for name, start, _ in reads) == sorted(stored)
+    assert result.bytes_read == total
+
+
+def storage_of_all(path):
+    """File and offset of every stored chunk of the model."""
+    storage = dcp.FileSystemReader(path).read_metadata().storage_data
+    return [
+        (str(path / place.relative_path), place.offset)
+        for index, place in storage.items()
+        if index.offset is not None
+    ]
 
 
 _MEMORY_SCRIPT = """
@@ -410,7 +423,7 @@ def naive():
     for path in inputs:
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         state = {k: torch.empty(e.size, dtype=e.properties.dtype) for k, e in entries.items()}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        dcp.load(state, checkpoint_id=path)
         states.append(state)
 try:
     naive()
@@ -433,7 +446,7 @@ def test_memory_is_bounded_under_an_address_space_limit(tmp_path):
             for i in range(12)
         }
         paths.append(tmp_path / str(seed))
-        dcp.save(model, checkpoint_id=paths[-1], no_dist=True)
+        dcp.save(model, checkpoint_id=paths[-1], **ALONE)
         (paths[-1] / 'metadata.json').write_text('{"sharded_backend": "torch_dist"}')
     done = subprocess.run(
         [

@@ -22,6 +22,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from tests.cpu_megatron.whole_checkpoint import ALONE
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
 
@@ -47,7 +48,7 @@ def checkpoint(tmp_path):
     dcp.save(
         {'model.weight': torch.arange(6, dtype=torch.bfloat16), 'model.bytes': io.BytesIO(b'x')},
         checkpoint_id=directory,
-        no_dist=True,
+        **ALONE,
     )
     return directory
 

@@ -1,0 +1,149 @@
+"""Archives from a template: the bytes of ``torch.save``, and no archive taken for another."""
+
+import io
+import os
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.unit_tests.tools.checkpoint.handmade import (
+    assert_same,
+    load_tensors,
+    plain_merge,
+    write_checkpoint,
+)
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.merge import archive, payload, writer
+from tools.checkpoint.merge.archive import Template, save_template, saved
+from tools.checkpoint.merge.payload import SmallArchives
+from tools.checkpoint.merge.source import Slice
+from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def values(sizes, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sizes, generator=generator).to(dtype)
+
+
+def elements(tensor):
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('sizes', [(), (1,), (3, 5), (1, 1, 256), (70_000,)])
+def test_a_filled_template_is_what_torch_saves(dtype, sizes):
+    template = save_template(dtype, sizes)
+    assert template is not None, 'this torch makes archives otherwise'
+    for seed in range(3):
+        tensor = values(sizes, dtype, seed)
+        assert b''.join(template.parts(elements(tensor))) == saved(tensor)
+
+
+def test_what_torch_saves_otherwise_is_left_to_it(tmp_path, monkeypatch):
+    """Another id, say, in a later torch: no template, and the same tensors."""
+    monkeypatch.setattr(archive, '_ID', b'.data/other_id')
+    assert save_template(torch.float32, (4,)) is None
+    models = [{'decoder.a': values((6, 4), torch.bfloat16, seed)} for seed in (1, 2)]
+    paths = [write_checkpoint(tmp_path / f'{i}', model) for i, model in enumerate(models)]
+    merge(paths, [0.25, 0.75], tmp_path / 'out', verify=True)
+    assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.25, 0.75]))
+
+
+def test_every_byte_but_the_elements_and_their_checksums_tells_archives_apart():
+    tensor = values((3, 5), torch.float32)
+    content = saved(tensor)
+    template = Template(content, b'data/0')
+    free = sum(not template.matches(_flipped(content, at)) for at in range(len(content)))
+    id_size, checksums = 40, 4 * 4
+    assert len(content) - free == tensor.nbytes + id_size + checksums
+    assert template.matches(saved(values((3, 5), torch.float32, seed=1)))
+
+
+def _flipped(content, at):
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize('kind', ['transposed', 'other dtype', 'other shape', 'shifted'])
+def test_an_archive_that_differs_is_looked_at_anew(tmp_path, kind):
+    """Of the same length as the ones before, and read as what it is."""
+    plain = values((4, 4), torch.float32)
+    before, after = saved(plain), None
+    expected = plain
+    if kind == 'transposed':
+        after = saved(plain.t().contiguous().t())
+    elif kind == 'other dtype':
+        after = saved(plain.view(torch.int32)).replace(b'IntStorage', b'FloatStora')
+    elif kind == 'other shape':
+        after = saved(plain.view(8, 2))
+    else:
+        header = before.index(b'archive/data/0FB') - 2
+        after = before[:header] + bytes([before[header] - 8]) + before[header + 1 :]
+    small = SmallArchives()
+    path = tmp_path / 'file'
+
+    def read(content):
+        path.write_bytes(content)
+        piece = Slice('file', 0, len(content))
+        arguments = bytearray(content), 0, path, piece, 'key', torch.float32, (4, 4)
+        start = small.locate(*arguments)
+        if start is None:
+            return payload.load_chunk(path, piece, 'key', torch.float32, (4, 4))
+        return torch.frombuffer(content, dtype=torch.float32, count=16, offset=start).view(4, 4)
+
+    assert torch.equal(read(before), expected)
+    if kind == 'transposed':
+        assert torch.equal(read(after), expected)
+    else:
+        with pytest.raises(CheckpointError, match='file: '):
+            read(after)
+    assert torch.equal(read(before), expected)
+
+
+def test_no_template_where_one_record_lies_in_another():
+    """What the elements are said to cover would go unread in the next archive."""
+    content = saved(values((8,), torch.float32))
+    with zipfile.ZipFile(io.BytesIO(content)) as found:
+        place = {info.filename: info for info in found.infolist()}
+    entry = content.index(b'PK\x01\x02', content.index(b'.data/serialization_id'))
+    at = content.index(b'archive/data/0', entry) - 46
+    wide = (place['archive/data/0'].file_size + 200).to_bytes(4, 'little')
+    grown = content[: at + 20] + wide + wide + content[at + 28 :]
+    with pytest.raises(archive.NotPlain):
+        Template(grown, b'data/0')
+
+
+@pytest.mark.parametrize('threads', [1, 3])
+def test_small_and_large_chunks_in_many_batches(tmp_path, monkeypatch, threads):
+    """Their metadata says tensors, and each file holds them one after the other."""
+    monkeypatch.setattr(writer, '_BATCH', 300)
+    monkeypatch.setattr(writer, '_SMALL', 200)
+    shapes = [(1,), (3,), (4, 10), (50,), (51,), (7, 40), (100,)]
+    models = [
+        {
+            f'decoder.{i}': values(sizes, torch.float32, seed * 10 + i)
+            for i, sizes in enumerate(shapes)
+        }
+        for seed in (1, 2)
+    ]
+    paths = [write_checkpoint(tmp_path / f'{i}', model) for i, model in enumerate(models)]
+    out = tmp_path / 'out'
+    merge(paths, [0.25, 0.75], out, threads=threads, verify=True)
+    assert_same(load_tensors(out), plain_merge(models, [0.25, 0.75]))
+    storage = dcp.FileSystemReader(out).read_metadata().storage_data
+    assert {index.fqn for index in storage} == set(models[0])
+    for name in {place.relative_path for place in storage.values()}:
+        spans = sorted((p.offset, p.length) for p in storage.values() if p.relative_path == name)
+        ends = [start + length for start, length in spans]
+        assert [start for start, _ in spans] == [0, *ends[:-1]]
+        assert ends[-1] == os.stat(out / name).st_size
