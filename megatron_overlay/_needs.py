@@ -17,7 +17,6 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.read_record',
         ],
         'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
             'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
             'megatron.core.dist_checkpointing.mapping': [
                 'ShardedStateDict',
@@ -59,20 +58,15 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.load_plan',
             'megatron.core.optimizer.resume_report',
         ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
+        'names': {},
     },
     'megatron.core.dist_checkpointing.gpt_layer_maps': {
         'extends': False,
-        'overlay': ['megatron.core.dist_checkpointing.checkpoint_layout'],
-        'names': {
-            'megatron.core.models.hybrid.hybrid_layer_allocation': [
-                'ParsedHybridPattern',
-                'Symbols',
-                'parse_hybrid_pattern',
-            ],
-        },
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.pattern_symbols',
+        ],
+        'names': {},
     },
     'megatron.core.dist_checkpointing.hybrid_checkpoint_interop': {
         'extends': False,
@@ -99,6 +93,11 @@ NEEDS: dict[str, dict] = {
         'overlay': [],
         'names': {},
     },
+    'megatron.core.dist_checkpointing.leaked_state': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
         'overlay': [
@@ -109,12 +108,15 @@ NEEDS: dict[str, dict] = {
         ],
         'names': {},
     },
+    'megatron.core.dist_checkpointing.pattern_symbols': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.read_record': {
         'extends': False,
         'overlay': [],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
+        'names': {},
     },
     'megatron.core.dist_checkpointing.saved_arguments': {
         'extends': False,
@@ -126,7 +128,7 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.serialization': {
         'extends': True,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.leaked_state'],
         'names': {
             'megatron.core.dist_checkpointing.serialization': [
                 'load_common',
@@ -137,7 +139,6 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             'drop_leaked_param_state': ['common_state_dict'],
-            'leaked_param_states': ['common_state_dict'],
             'load_common': ['checkpoint_dir'],
             'load_common_state_dict': ['checkpoint_dir'],
         },
@@ -343,12 +344,10 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.leaked_state',
             'megatron.core.dist_checkpointing.load_plan',
-            'megatron.core.dist_checkpointing.serialization',
         ],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
+        'names': {},
     },
     'megatron.core.optimizer.weight_check': {
         'extends': False,

@@ -12,7 +12,7 @@ if __package__ in (None, ''):  # run as a script
 
 from .common.arguments import not_a_url
 from .common.overlay import why_not_active
-from .common.quiet import quiet_imports
+from .common.quiet import missing_packages
 from .common.stdout import complain
 
 # Options have a small letter; layer symbols don't.
@@ -47,13 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the load will work, 1 when it won't; the reason is the last line then.
     """
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
-    reason = why_not_active(
-        'megatron.training.checkpointing', 'megatron.core.dist_checkpointing.gpt_checkpoint_plan'
-    )
+    reason = missing_packages() or why_not_active('megatron.training.checkpointing')
     if reason:
         return complain(reason)
-    with quiet_imports():
-        from megatron.core.dist_checkpointing.gpt_checkpoint_plan import report
+    from megatron_overlay.standalone.dist_checkpointing.gpt_checkpoint_plan import report
+
     return report(options.checkpoint, options.pattern)
 
 

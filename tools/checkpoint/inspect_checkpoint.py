@@ -85,7 +85,6 @@ def inspect_checkpoint(path: str | Path) -> 'CheckpointSummary':
             or holds what would have to be run
         OSError: a file can't be read
     """
-    from . import inspection  # noqa: F401  (before megatron, see main)
     from .common.directory import LEGACY, find_checkpoint
     from .common.errors import reading
 
@@ -118,13 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages()
     if reason is not None:
         return complain(reason)
-    try:
-        from . import inspection  # noqa: F401  (before megatron, which the overlay goes in front of)
-        from .common.errors import CheckpointingException, one_line
-        from .common.safe_load import TRUST_HINT
-        from .inspection.report import comparison_text
-    except (ImportError, RuntimeError) as error:
-        return complain(error)
+    from .common.errors import CheckpointingException, one_line
+    from .common.safe_load import TRUST_HINT
+    from .inspection.report import comparison_text
+
     try:
         if args.diff is None:
             result: CheckpointSummary | Comparison = inspect_checkpoint(args.path)

@@ -18,6 +18,8 @@ same functions serve it.
     model.load_state_dict(dist_checkpointing.load(request, directory))
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -35,28 +37,27 @@ if __name__ == '__main__':
     raise SystemExit(main())
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import (
-    CheckpointNames,
-    without_module_prefix,
-    without_place,
-)
-from megatron.core.dist_checkpointing.gpt_layer_maps import (
+
+from .checkpoint_layout import WEIGHT_PREFIXES
+from .explicit_names import CheckpointNames, without_module_prefix, without_place
+from .gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
 )
-from megatron.core.dist_checkpointing.key_arguments import arguments_behind
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from .key_arguments import arguments_behind
+
+if __name__.startswith('megatron.'):
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedBase,
+        ShardedObject,
+        ShardedStateDict,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
 
 __all__ = [
     '_FRESH_INIT_SYMBOLS',

@@ -3,9 +3,11 @@
 A look before a job waits in a queue.
 """
 
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import (
+from megatron_overlay.errors import CheckpointingException
+
+from ..optimizer.resume_report import read_common_state
+from .checkpoint_layout import layout_from_metadata
+from .load_plan import (
     GPT,
     HYBRID,
     LEGACY_REFUSAL,
@@ -16,7 +18,6 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
-from megatron.core.optimizer.resume_report import read_common_state
 
 try:
     from megatron_overlay.tools.checkpoint.common.directory import LEGACY, find_checkpoint

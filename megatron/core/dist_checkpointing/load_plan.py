@@ -9,21 +9,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
-from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
-    hybrid_checkpoint_layer_maps,
-    hybrid_checkpoint_pattern,
-)
-from megatron.core.dist_checkpointing.saved_arguments import (
-    contradiction,
-    other_functions,
-    other_weights,
-    saved_pattern,
-)
-
 import megatron_overlay
+from megatron_overlay._guard import Upstream
+
+from . import gpt_checkpoint_interop as interop
+from .checkpoint_layout import CheckpointLayout
+from .gpt_checkpoint_interop import GPTCompatLayerMaps
+from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
+from .saved_arguments import contradiction, other_functions, other_weights, saved_pattern
 
 GPT, HYBRID, OTHER = 'gpt', 'hybrid', 'other'
 TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
@@ -39,8 +32,8 @@ LEGACY_REFUSAL = (
     'saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, saves one that is'
 )
 
-_FSDP_TRANSLATES = (
-    megatron_overlay.finder.upstream_spec(interop.__name__) is not None
+_FSDP_TRANSLATES = Upstream(megatron_overlay.finder.upstream_spec).exists(
+    'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
 )  # megatron-core from 0.19 on
 
 

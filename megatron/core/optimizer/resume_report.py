@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import (
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_overlay.errors import CheckpointingException
+from megatron_overlay.optimizer_classes import is_optimizer_class
+
+from ..dist_checkpointing.checkpoint_layout import layout_from_metadata
+from ..dist_checkpointing.leaked_state import leaked_param_states
+from ..dist_checkpointing.load_plan import (
     StoredCheckpoint,
     is_layer_wise,
     stored_optimizer_format,
 )
-from megatron.core.dist_checkpointing.serialization import leaked_param_states
-from torch.distributed.checkpoint.metadata import Metadata
-
-from megatron_overlay.optimizer_classes import is_optimizer_class
 
 try:
     from megatron_overlay.tools.checkpoint.common import stored

@@ -5,9 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
-from megatron.core.optimizer.resume_report import (
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    stored_optimizer_format,
+)
+from megatron_overlay.standalone.optimizer.resume_report import (
     read_common_state,
     resume_report,
 )

@@ -22,8 +22,9 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
+from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+from tools.checkpoint.common.safe_load import load_torch
 
 
 class Hostile:
