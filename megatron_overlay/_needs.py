@@ -416,6 +416,7 @@ NEEDS: dict[str, dict] = {
             '_on_first_rank': ['read'],
             '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
             '_refuse_other_legacy': ['state_dict', 'checkpoint_name', 'run'],
+            '_tell_that_this_is_active': [],
             'check_checkpoint_args': ['checkpoint_args', '*args', '**kwargs'],
             'generate_state_dict': ['args', 'model', 'optimizer', '*rest', '**kwargs'],
             'load_args_from_checkpoint': ['args', '*rest', '**kwargs'],

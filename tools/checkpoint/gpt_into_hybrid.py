@@ -10,7 +10,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import not_a_url
+from .common.arguments import add_version, not_a_url
 from .common.overlay import why_not_active
 from .common.quiet import missing_packages
 from .common.stdout import complain
@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     parser.add_argument(
         'checkpoint',
         type=not_a_url,

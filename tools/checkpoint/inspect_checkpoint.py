@@ -19,7 +19,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import not_a_url
+from .common.arguments import add_version, not_a_url
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         'path',

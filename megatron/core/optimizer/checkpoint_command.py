@@ -7,11 +7,11 @@ from megatron.core.optimizer.resume_report import describe, read_resume_report
 from megatron.core.optimizer.weight_check import check_weights
 
 try:
-    from megatron_overlay.tools.checkpoint.common.arguments import local_path
+    from megatron_overlay.tools.checkpoint.common.arguments import add_version, local_path
     from megatron_overlay.tools.checkpoint.common.stdout import complain, tell
 except ModuleNotFoundError:
     # In a checkout the tools are beside the overlay's package, not below it.
-    from tools.checkpoint.common.arguments import local_path
+    from tools.checkpoint.common.arguments import add_version, local_path
     from tools.checkpoint.common.stdout import complain, tell
 
 
@@ -22,6 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
         description='Tell from a distributed checkpoint what resuming from it will do to the '
         'optimizer. Changes nothing, and reads no tensors without --check-weights.',
     )
+    add_version(parser)
     parser.add_argument(
         'checkpoint', type=local_path, help='directory of one iteration, or the one above it'
     )
