@@ -276,6 +276,11 @@ def test_console_commands(installed, command):
     assert script.read_text().startswith(f'#!{installed.python}')
     run = installed.run(script, '--help')
     assert run.returncode == 0 and run.stdout.startswith(f'usage: {command} ')
+    (distribution,) = installed.site_packages.glob('megatron_checkpoint_toolkit-*.dist-info')
+    version = distribution.name.removesuffix('.dist-info').partition('-')[2]
+    for arguments in [script, '--version'], ['-m', 'megatron_overlay', '--version']:
+        run = installed.run(*arguments)
+        assert (run.returncode, run.stdout) == (0, f'megatron-checkpoint-toolkit {version}\n')
 
 
 def test_the_dry_run_without_what_it_needs(installed, stock, without_core, source_tree, tmp_path):

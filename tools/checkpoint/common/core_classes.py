@@ -48,7 +48,13 @@ class StandIn:
     _arguments: tuple[Any, ...]
 
     def __new__(cls, *arguments: Any) -> Self:
-        """As the class is made, by a call or by its own ``__new__``."""
+        """As the class is made, by a call or by its own ``__new__``.
+
+        Raises:
+            pickle.UnpicklingError: of anything but numbers and text, which no such object is
+        """
+        if not all(isinstance(argument, int | str) for argument in arguments):
+            raise pickle.UnpicklingError(f'{cls.__qualname__} made of other than numbers or text')
         self = super().__new__(cls)
         self._arguments, self._by_call, self._state = arguments, False, None
         return self

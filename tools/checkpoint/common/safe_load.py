@@ -10,6 +10,7 @@ import pickle
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -94,7 +95,8 @@ def load_torch(
     try:
         # Leaving the block takes away what it added; what core has registered must stay.
         admitted = _not_registered([*_NUMPY, *_BYTES, *core_classes.admitted()])
-        with torch.serialization.safe_globals(admitted), quiet_imports():
+        quiet = quiet_imports() if trust else nullcontext()  # trusted, a file may import core
+        with torch.serialization.safe_globals(admitted), quiet:
             protocol = 2 if trust else _protocol(path)
             if protocol < 2:
                 raise CheckpointError(

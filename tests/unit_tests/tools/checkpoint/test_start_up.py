@@ -1,6 +1,8 @@
 """Tools that only look don't import megatron-core, which takes longer than all else they do."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -117,8 +119,6 @@ def test_a_stand_in_is_saved_as_what_it_stands_for(tmp_path):
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig
 
-    from tools.checkpoint.common.core_classes import WithStandIns
-
     value = {'kind': ModelType.encoder_or_decoder, 'config': OptimizerConfig(lr=0.25)}
     torch.save(value, tmp_path / 'core.pt')
     code = (
@@ -139,13 +139,11 @@ def test_a_stand_in_is_saved_as_what_it_stands_for(tmp_path):
     assert load_torch(again) == value
     one, other = stand_in(CORE_CLASSES[0])(1), stand_in(CORE_CLASSES[0])(1)
     assert one == other != stand_in(CORE_CLASSES[0])(2) and isinstance(one, StandIn)
-    assert WithStandIns.__name__ != 'dill'
+    with pytest.raises(pickle.UnpicklingError):
+        stand_in(CORE_CLASSES[0])([])
 
 
 def test_errors_are_core_s_where_core_is():
-    import copy
-    import pickle
-
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     from tools.checkpoint.common.errors import CheckpointError
