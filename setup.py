@@ -7,7 +7,12 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 START_UP_FILE = 'megatron_overlay.pth'
-START_UP_LINE = 'import megatron_overlay; megatron_overlay.activate()\n'
+# It must not end, nor say anything, where the package has been removed and this file has not.
+START_UP_LINE = (
+    r"import sys; exec('try:\n import megatron_overlay\n megatron_overlay.activate()\n"
+    r"except Exception:\n pass')"
+    '\n'
+)
 
 
 def packages_below(folder: str, prefix: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Train a tiny GPT on the CPU with real megatron.training code and keep its checkpoints.
 
-    python examples/make_checkpoints.py DIR
+    python examples/make_checkpoints.py checkpoints
 
-writes DIR/iter_0000004, iter_0000008, … in torch_dist format with the optimizer's state
+writes checkpoints/iter_0000004, iter_0000008, … in torch_dist format with the optimizer's state
 (fully_reshardable). ``--ckpt-format torch`` writes the legacy format instead, one file a rank.
 """
 

@@ -15,6 +15,9 @@ def main() -> int:
     Returns:
         0 when all of the overlay is active over a supported megatron-core, else 1.
     """
+    if sys.argv[1:] == ['--version']:
+        print(f'megatron-checkpoint-toolkit {megatron_overlay.__version__}')
+        return 0
     finder = megatron_overlay.finder
     version, location = core_version()
     print(f'megatron_overlay {megatron_overlay.__version__}, tree {finder.tree}')

@@ -174,7 +174,29 @@ def execute_upstream(finder: OverlayFinder, name: str):
     for key in _MODULE_ATTRIBUTES & before.keys():
         namespace[key] = before[key]
         upstream.pop(key, None)
+    _show_source(sys.modules[name], spec.loader, upstream.values())
     return SimpleNamespace(**upstream)
+
+
+def _show_source(module, loader, values) -> None:
+    """Let ``inspect.getsource`` find upstream's classes.
+
+    It looks for a class in the file of the module that has its name, the overlay's. So upstream's
+    lines follow the overlay's in what ``linecache`` holds of that file.
+    """
+    import linecache
+
+    try:
+        own, theirs = (each.get_source(module.__name__) for each in (module.__loader__, loader))
+    except (AttributeError, ImportError, OSError):  # a release without sources
+        return
+    lines = f'{own}\n{theirs}'.splitlines(keepends=True)
+    linecache.cache[module.__file__] = len(own), None, lines, module.__file__
+    for cls in values:
+        if isinstance(cls, type) and cls.__module__ == module.__name__:
+            line = vars(cls).get('__firstlineno__')  # from Python 3.13 on
+            if line is not None:
+                cls.__firstlineno__ = line + len(own.splitlines()) + 1  # type: ignore[attr-defined]
 
 
 def core_version() -> tuple[str, str]:

@@ -17,7 +17,6 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.read_record',
         ],
         'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
             'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
             'megatron.core.dist_checkpointing.mapping': [
                 'ShardedStateDict',
@@ -54,14 +53,11 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.gpt_layer_maps': {
         'extends': False,
-        'overlay': ['megatron.core.dist_checkpointing.checkpoint_layout'],
-        'names': {
-            'megatron.core.models.hybrid.hybrid_layer_allocation': [
-                'ParsedHybridPattern',
-                'Symbols',
-                'parse_hybrid_pattern',
-            ],
-        },
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.pattern_symbols',
+        ],
+        'names': {},
     },
     'megatron.core.dist_checkpointing.hybrid_checkpoint_interop': {
         'extends': False,
@@ -102,6 +98,11 @@ NEEDS: dict[str, dict] = {
             ],
         },
     },
+    'megatron.core.dist_checkpointing.leaked_state': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
         'overlay': [
@@ -119,18 +120,21 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
+            'megatron.core.dist_checkpointing.pattern_symbols',
         ],
         'names': {
             'megatron.core.dist_checkpointing.mapping': ['ShardedTensor', 'ShardedTensorFactory'],
-            'megatron.core.models.hybrid.hybrid_layer_allocation': ['Symbols'],
         },
+    },
+    'megatron.core.dist_checkpointing.pattern_symbols': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
     },
     'megatron.core.dist_checkpointing.read_record': {
         'extends': False,
         'overlay': [],
-        'names': {
-            'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
-        },
+        'names': {},
     },
     'megatron.core.dist_checkpointing.saved_arguments': {
         'extends': False,
@@ -142,7 +146,7 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.serialization': {
         'extends': True,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.leaked_state'],
         'names': {
             'megatron.core.dist_checkpointing.serialization': [
                 'load_common',
@@ -153,7 +157,6 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             'drop_leaked_param_state': ['common_state_dict'],
-            'leaked_param_states': ['common_state_dict'],
             'load_common': ['checkpoint_dir'],
             'load_common_state_dict': ['checkpoint_dir'],
         },
@@ -451,6 +454,7 @@ NEEDS: dict[str, dict] = {
             '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
             '_refuse_other_legacy': ['state_dict', 'checkpoint_name', 'run'],
             '_refuse_what_is_not_stored': ['load', 'sharded_state_dict', 'args'],
+            '_tell_that_this_is_active': [],
             'check_checkpoint_args': ['checkpoint_args', '*args', '**kwargs'],
             'generate_state_dict': ['args', 'model', 'optimizer', '*rest', '**kwargs'],
             'load_args_from_checkpoint': ['args', '*rest', '**kwargs'],

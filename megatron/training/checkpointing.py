@@ -7,6 +7,7 @@ for hybrid checkpoints in GPT runs, the steps are added around the functions tha
 """
 
 import copy
+import functools
 import re
 import types
 from collections.abc import Set
@@ -62,6 +63,7 @@ from megatron.training.gpt_hybrid_load import (
 from megatron.training.group_schedules import settle_schedules
 
 import megatron_overlay
+from megatron_overlay._finder import core_version
 
 upstream = megatron_overlay.upstream(__name__)
 CheckpointType = upstream.CheckpointType
@@ -79,6 +81,17 @@ _DEFAULT_STRICTNESS = 'assume_ok_unexpected'
 _current_load: Load | None = None
 
 
+@functools.cache
+def _tell_that_this_is_active() -> None:
+    """One line a process, in rank 0's log."""
+    left_out = len(megatron_overlay.finder.left_out())
+    but_for = f', but for {left_out} of its modules' if left_out else ''
+    print_rank_0(
+        f'> megatron_overlay {megatron_overlay.__version__} is active over megatron-core '
+        f'{core_version()[0]}{but_for}.'
+    )
+
+
 def load_checkpoint(
     ddp_model, optimizer, opt_param_scheduler, load_arg='load', strict=True, *args, **kwargs
 ):
@@ -89,6 +102,7 @@ def load_checkpoint(
         CheckpointingException: the checkpoint and the model don't have the same weights.
     """
     global _current_load
+    _tell_that_this_is_active()
     outer = _current_load
     with ExitStack() as changes:
         _current_load = Load(ddp_model, optimizer, get_args(), strict, changes)
@@ -272,6 +286,7 @@ def _kind(chunks: list) -> str:
 
 def generate_state_dict(args, model, optimizer, *rest, **kwargs):
     """Upstream's, with the optimizer also under ``--finetune`` from the other kind of model."""
+    _tell_that_this_is_active()  # a run that loads nothing saves
     load = _current_load
     if load is not None and load.retarget and load.plan.load_optim and optimizer is None:
         optimizer = load.optimizer

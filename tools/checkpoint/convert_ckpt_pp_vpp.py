@@ -14,13 +14,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import local_path, natural, positive
+from .common.arguments import add_version, local_path, natural, positive
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -39,6 +39,33 @@ virtual pipeline chunks (keys `model0`, `model1`, ...). Optimizer state goes alo
 
 Nothing is written before every input has been checked, an existing output is replaced with
 --overwrite only, and all outputs appear together or not at all.
+"""
+
+
+_MERGE = """\
+Stages become virtual chunks. One of these, none of them with options of another:
+
+  all ranks      --pipeline-size P --load-dir D --save-dir OUT
+  edge and cloud --merge-stages 0,3 --merge-cloud-stages 1,2
+  the same, with cloud ranks that keep one stage each
+                 --merge-stages 0,3 --middle-stages 1,2
+
+Edge and cloud read --load-dir D, or --load-dir-edge E and --load-dir-cloud C, and write
+--save-dir-edge E and --save-dir-cloud C.
+"""
+_SPLIT = """\
+Chunks become stages again, in --save-dir. One of these, none of them with options of another:
+
+  all ranks      --load-dir D
+  edge and cloud --num-cloud-vpp-chunks K [--split-rank R] [--split-cloud-rank R]
+  the same, with cloud ranks that keep one stage each
+                 --middle-ranks 1,2 [--split-rank R]
+
+Edge and cloud read --load-dir D, or --load-dir-edge E and --load-dir-cloud C.
+"""
+_RESHAPE = """\
+Any stages or chunks become any others: --load-dir D --save-dir OUT --pipeline-size P
+--virtual-size V, where V 1 makes plain stages.
 """
 
 
@@ -78,8 +105,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(top)
     subparsers = top.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    merge = subparsers.add_parser('merge', help='PP to VPP', allow_abbrev=False)
+    merge = _add_command(subparsers, 'merge', 'PP to VPP', _MERGE)
     _add_directories(merge, 'load-dir', 'load-dir-edge', 'load-dir-cloud')
     _add_directories(merge, 'save-dir', 'save-dir-edge', 'save-dir-cloud')
     merge.add_argument(
@@ -107,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         help='or: all stages become chunks of P ranks in interleaved order (rank r, '
         'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
     )
-    split = subparsers.add_parser('split', help='VPP to PP', allow_abbrev=False)
+    split = _add_command(subparsers, 'split', 'VPP to PP', _SPLIT)
     _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
     split.add_argument(
         '--split-rank',
@@ -130,9 +158,7 @@ def parser() -> argparse.ArgumentParser:
         metavar='1,2,3',
         help='or: cloud ranks whose model0 becomes stage 1, 2, 3',
     )
-    reshape = subparsers.add_parser(
-        'reshape', help='any (PP, VPP) to any other', allow_abbrev=False
-    )
+    reshape = _add_command(subparsers, 'reshape', 'any (PP, VPP) to any other', _RESHAPE)
     _add_directories(reshape, 'load-dir', 'save-dir')
     reshape.add_argument(
         '--pipeline-size',
@@ -158,6 +184,20 @@ def parser() -> argparse.ArgumentParser:
     for command in (merge, split, reshape):
         _add_common(command)
     return top
+
+
+def _add_command(
+    subparsers: Any, name: str, summary: str, description: str
+) -> argparse.ArgumentParser:
+    command = subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_version(command)
+    return command
 
 
 def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:

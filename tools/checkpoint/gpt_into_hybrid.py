@@ -10,9 +10,9 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import not_a_url
+from .common.arguments import add_version, not_a_url
 from .common.overlay import LOAD_MODULES, why_not_active
-from .common.quiet import quiet_imports
+from .common.quiet import missing_packages
 from .common.stdout import complain
 
 # Options have a small letter; layer symbols don't.
@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     parser.add_argument(
         'checkpoint',
         type=not_a_url,
@@ -72,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when the load will work, 1 when it won't; the reason is the last line then.
     """
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
-    reason = why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
+    reason = missing_packages() or why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
     if reason:
         return complain(reason)
-    with quiet_imports():
-        from .inspection.gpt_into_hybrid import report
+    from .inspection.gpt_into_hybrid import report
+
     return report(**vars(options))
 
 

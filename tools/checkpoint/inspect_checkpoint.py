@@ -19,7 +19,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import not_a_url
+from .common.arguments import add_version, not_a_url
 from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         'path',
@@ -85,7 +86,6 @@ def inspect_checkpoint(path: str | Path) -> 'CheckpointSummary':
             or holds what would have to be run
         OSError: a file can't be read
     """
-    from . import inspection  # noqa: F401  (before megatron, see main)
     from .common.directory import LEGACY, find_checkpoint
     from .common.errors import reading
 
@@ -118,13 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages()
     if reason is not None:
         return complain(reason)
-    try:
-        from . import inspection  # noqa: F401  (before megatron, which the overlay goes in front of)
-        from .common.errors import CheckpointingException, one_line
-        from .common.safe_load import TRUST_HINT
-        from .inspection.report import comparison_text
-    except (ImportError, RuntimeError) as error:
-        return complain(error)
+    from .common.errors import CheckpointingException, one_line
+    from .common.safe_load import TRUST_HINT
+    from .inspection.report import comparison_text
+
     try:
         if args.diff is None:
             result: CheckpointSummary | Comparison = inspect_checkpoint(args.path)

@@ -12,9 +12,9 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import local_path
+from .common.arguments import add_version, local_path
 from .common.overlay import LOAD_MODULES, why_not_active
-from .common.quiet import quiet_imports
+from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
 
@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
         'optimizer. Changes nothing, and reads no tensors without --check-weights.',
         allow_abbrev=False,
     )
+    add_version(parser)
     parser.add_argument(
         'checkpoint', type=local_path, help='directory of one iteration, or the one above it'
     )
@@ -43,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 when a report was printed and no weight differs, else 1.
     """
     options = make_parser().parse_args(argv)
-    reason = why_not_active(*LOAD_MODULES)
+    reason = missing_packages() or why_not_active(*LOAD_MODULES)
     if reason:
         return complain(reason)
-    with quiet_imports():
-        from .common.errors import CheckpointingException
-        from .inspection.resume import describe, read_resume_report
-        from .inspection.weights import check_weights
+    from .common.errors import CheckpointingException
+    from .inspection.resume import describe, read_resume_report
+    from .inspection.weights import check_weights
+
     try:
         if not options.check_weights:
             return 0 if tell(describe(read_resume_report(options.checkpoint))) else 1

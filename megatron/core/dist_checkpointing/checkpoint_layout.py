@@ -5,25 +5,31 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 ``final_layernorm`` against HybridModel's ``final_norm``.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE, arguments_behind
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from megatron.core.dist_checkpointing.read_record import Shard
-from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[attr-defined]
-    _get_filesystem_reader,
-)
 from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_overlay.errors import CheckpointingException
+
+from .key_arguments import OPTIMIZER_KEY_RE, arguments_behind
+from .read_record import Shard
+
+if __name__.startswith('megatron.'):
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedStateDict,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[attr-defined]
+        _get_filesystem_reader,
+    )
 
 # The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
 _MODEL_PREFIX_RE = re.compile(r'^(?:(?:model\d*|module)\.)*')

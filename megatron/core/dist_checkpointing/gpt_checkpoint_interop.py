@@ -27,6 +27,8 @@ Where attention is replaced, some layers of its tensors aren't read: pass ``load
 ``validate_access_integrity=False``.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -44,34 +46,33 @@ if __name__ == '__main__':
     raise SystemExit(main())
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import WEIGHT_PREFIXES
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.explicit_names import (
-    CheckpointNames,
-    without_module_prefix,
-    without_place,
-)
-from megatron.core.dist_checkpointing.gpt_layer_maps import (
+
+from .checkpoint_layout import WEIGHT_PREFIXES
+from .explicit_names import CheckpointNames, without_module_prefix, without_place
+from .gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
     GPTCompatLayerMaps,
     gpt_compatible_layer_maps,
 )
-from megatron.core.dist_checkpointing.key_arguments import arguments_behind
-from megatron.core.dist_checkpointing.layer_axis import (
-    _prepend_gpt_layer_axis,
-    chunk_of_one_layer,
-)
-from megatron.core.dist_checkpointing.mamba_from_attention import (
-    attention_part,
-    built_from_attention,
-)
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedStateDict,
-    ShardedTensorFactory,
-)
+from .key_arguments import arguments_behind
+
+if __name__.startswith('megatron.'):
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.layer_axis import (
+        _prepend_gpt_layer_axis,
+        chunk_of_one_layer,
+    )
+    from megatron.core.dist_checkpointing.mamba_from_attention import (
+        attention_part,
+        built_from_attention,
+    )
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedBase,
+        ShardedStateDict,
+        ShardedTensorFactory,
+    )
 
 __all__ = [
     '_FRESH_INIT_SYMBOLS',

@@ -11,12 +11,8 @@ compared with the layers of a checkpoint:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
-from megatron.core.models.hybrid.hybrid_layer_allocation import (
-    ParsedHybridPattern,
-    Symbols,
-    parse_hybrid_pattern,
-)
+from .checkpoint_layout import DENSE, MOE, CheckpointLayout
+from .pattern_symbols import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
 _MLP_KINDS = {Symbols.MLP: DENSE, Symbols.MOE: MOE}
 _MLP_SYMBOLS = tuple(_MLP_KINDS)

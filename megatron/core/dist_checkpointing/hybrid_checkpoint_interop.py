@@ -5,11 +5,12 @@ or an MLP, as many of one as of the other, a GPT model holds the same weights. T
 state dict, or its optimizer's in a model-space format, is pointed at the hybrid checkpoint's keys.
 """
 
+from __future__ import annotations
+
 import re
 
-from megatron.core.dist_checkpointing.checkpoint_layout import DENSE, MOE, CheckpointLayout
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+from .checkpoint_layout import DENSE, MOE, CheckpointLayout
+from .gpt_checkpoint_interop import (
     _DECODER_LAYER_KEY_RE,
     _GPT_FINAL_NORM_KEY_MAP,
     _OWN_PREFIX,
@@ -17,14 +18,17 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     _own_name,
     gpt_compatible_layer_maps,
 )
-from megatron.core.dist_checkpointing.gpt_layer_maps import ATTENTION_PARTS
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from .gpt_layer_maps import ATTENTION_PARTS
+
+if __name__.startswith('megatron.'):
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedBase,
+        ShardedObject,
+        ShardedStateDict,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
 
 # The start of a layer's own key -> the symbol of a layer that has such a key; the first one counts.
 _SYMBOL_BY_PART = {

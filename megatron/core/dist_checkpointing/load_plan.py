@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.dist_checkpointing import gpt_checkpoint_interop as interop
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
-from megatron.core.dist_checkpointing.gpt_checkpoint_interop import GPTCompatLayerMaps
-from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
-    hybrid_checkpoint_layer_maps,
-    hybrid_checkpoint_pattern,
-)
-from megatron.core.dist_checkpointing.mamba_from_attention import WARM_START, with_warm_start
-from megatron.core.dist_checkpointing.saved_arguments import (
+
+import megatron_overlay
+from megatron_overlay._guard import Upstream
+
+from . import gpt_checkpoint_interop as interop
+from .checkpoint_layout import CheckpointLayout
+from .gpt_checkpoint_interop import GPTCompatLayerMaps
+from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
+from .mamba_from_attention import WARM_START, with_warm_start
+from .saved_arguments import (
     contradiction,
     effective,
     other_functions,
     other_weights,
     saved_pattern,
 )
-from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
-
-import megatron_overlay
+from .unstored_state import unstored_reason, unstored_state
 
 GPT, HYBRID, OTHER = 'gpt', 'hybrid', 'other'
 TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
@@ -45,8 +44,8 @@ LEGACY_REFUSAL = (
     'saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, saves one that is'
 )
 
-_FSDP_TRANSLATES = (
-    megatron_overlay.finder.upstream_spec(interop.__name__) is not None
+_FSDP_TRANSLATES = Upstream(megatron_overlay.finder.upstream_spec).exists(
+    'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
 )  # megatron-core from 0.19 on
 
 

@@ -13,18 +13,19 @@ counterpart and stay as they are initialised. Heads that share keys and values i
 a copy each.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
-from megatron.core.dist_checkpointing.gpt_layer_maps import (
-    REPLACE_ATTENTION,
-    AttentionSizes,
-    GPTCompatLayerMaps,
-)
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+
+from .checkpoint_layout import CheckpointLayout
+from .gpt_layer_maps import REPLACE_ATTENTION, AttentionSizes, GPTCompatLayerMaps
+from .pattern_symbols import Symbols
+
+if __name__.startswith('megatron.'):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 WARM_START = '--init-mamba-from-attention'
 _IN_PROJ, _QKV = 'mixer.in_proj.weight', 'self_attention.linear_qkv.weight'

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from megatron_overlay.errors import CheckpointingException
 
 # Key of a tensor, and where in it the shard begins.
 Shard = tuple[str, tuple[int, ...]]

@@ -7,8 +7,8 @@ missing, whole or in part: what isn't there is not compared.
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout
-from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import hybrid_checkpoint_pattern
+from .checkpoint_layout import CheckpointLayout
+from .hybrid_checkpoint_interop import hybrid_checkpoint_pattern
 
 # These say how the elements of attention weights are arranged, which no shape shows.
 _ARRANGING = ('num_attention_heads', 'num_query_groups')

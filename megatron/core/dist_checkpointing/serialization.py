@@ -18,6 +18,8 @@ from megatron_overlay.optimizer_classes import imported_optimizer_classes
 
 upstream = megatron_overlay.upstream(__name__)
 
+from megatron.core.dist_checkpointing.leaked_state import leaked_param_states  # noqa: E402
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,23 +48,3 @@ def drop_leaked_param_state(common_state_dict: dict[str, Any]) -> dict[str, Any]
         del state['param_state']
         logger.info('ignoring optimizer state per parameter in the common state')
     return common_state_dict
-
-
-def leaked_param_states(common_state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """The optimizers' dicts in the common state that hold a ``param_state`` they shouldn't."""
-    found, todo = (
-        [],
-        [value for key, value in common_state_dict.items() if str(key).startswith('optimizer')],
-    )
-    seen: set[int] = set()
-    while todo:
-        state = todo.pop()
-        if not isinstance(state, dict) or id(state) in seen:
-            continue
-        seen.add(id(state))  # a state can contain itself
-        if state.get('param_state_sharding_type') == 'dp_reshardable':
-            if 'param_state' in state:
-                found.append(state)
-        else:
-            todo.extend(state.values())
-    return found

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint
+    from .load_plan import StoredCheckpoint
 
 OPTIMIZER, RNG = 'optimizer', 'rng_state'  # as the run's state dict calls them
 _OPTIONS = {OPTIMIZER: '--no-load-optim', RNG: '--no-load-rng'}

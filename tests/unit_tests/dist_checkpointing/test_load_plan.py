@@ -88,3 +88,26 @@ def test_a_number_of_layers_is_compared_where_layers_are_translated():
     of_hybrid = {'args': Namespace(num_layers=2, hybrid_layer_pattern='*-*-')}
     stored = StoredCheckpoint(layout_from_keys(MODEL), of_hybrid)
     assert 'contradicts itself' in plan_load(stored, any_run(stored), 'gpt').refusal
+
+
+def test_patterns_are_read_as_core_reads_them():
+    from megatron.core.dist_checkpointing import pattern_symbols
+    from megatron.core.models.hybrid import hybrid_layer_allocation as core
+
+    assert core.Symbols.VALID_LAYERS == pattern_symbols.VALID_LAYERS
+    own = {name: value for name, value in vars(pattern_symbols.Symbols).items() if name.isupper()}
+    theirs = {name: getattr(core.Symbols, name) for name in own if hasattr(core.Symbols, name)}
+    assert theirs == {name: own[name] for name in theirs}
+    parts = ['', 'M', '*-', 'M*-|M-', '+E', '*+', 'x', '*D', 'G', '|']
+    for main in parts:
+        for depths in [], [''], ['', ''], ['*-'], ['*-', '*-'], ['*-', 'M'], ['', 'M'], ['+|']:
+            pattern = '/'.join([main, *depths])
+            try:
+                parsed = core.parse_hybrid_pattern(pattern)
+            except ValueError:
+                with pytest.raises(ValueError):
+                    pattern_symbols.parse_hybrid_pattern(pattern)
+                continue
+            found = pattern_symbols.parse_hybrid_pattern(pattern)
+            expected = parsed.main_pattern or '', parsed.mtp_pattern or '', parsed.mtp_num_depths
+            assert (found.main_pattern, found.mtp_pattern, found.mtp_num_depths) == expected

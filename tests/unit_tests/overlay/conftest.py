@@ -20,6 +20,7 @@ from megatron_overlay._finder import core_version
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 WHEEL_SOURCES = ['megatron', 'megatron_overlay', 'tools', 'setup.py', 'pyproject.toml', 'README.md']
+WHEEL_SOURCES += ['LICENSE']
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ def facts():
         'isinstance': isinstance(instance(cls), optimizer.MegatronOptimizer),
         'source file': inspect.getsourcefile(checkpointing.save_checkpoint),
         'source': inspect.getsource(checkpointing.save_checkpoint).splitlines()[0],
+        'class source': [
+            inspect.getsource(each).splitlines()[0]
+            for each in (cls, distrib_optimizer.Range, checkpointing.CheckpointType)
+        ],
         'mocked': mocked(checkpointing),
         'overlay is imported': 'megatron_overlay' in sys.modules,
     }

@@ -47,6 +47,9 @@ def assert_overlaid(found, environment, upstream):
         assert found[fact], fact
     assert found['source file'] == checkpointing
     assert found['source'].startswith('def save_checkpoint(')
+    own, *theirs = found['class source']
+    assert own.startswith('class DistributedOptimizer(upstream.DistributedOptimizer):')
+    assert theirs == ['class Range:', 'class CheckpointType(Enum):']
     assert found['mocked']['file'] == checkpointing
     # The line that a traceback names is the one that upstream's file has there.
     assert found['mocked']['line'].startswith('assert ')
@@ -67,7 +70,7 @@ def test_wheel_owns_no_path_of_another_distribution(wheel):
         start_up = archive.read('megatron_overlay.pth').decode()
     own = ('megatron_overlay/', 'megatron_checkpoint_toolkit-')
     assert [name for name in names if not name.startswith(own)] == ['megatron_overlay.pth']
-    assert start_up == 'import megatron_overlay; megatron_overlay.activate()\n'
+    assert start_up.startswith('import ') and start_up.count('\n') == 1
     assert {line.partition(' = ')[0] for line in scripts.splitlines() if '=' in line} == set(TOOLS)
     # Everything is in it, and nothing else.
     places = [('megatron', 'tree/megatron'), ('tools', 'tools'), ('megatron_overlay', '.')]
@@ -236,7 +239,14 @@ def test_every_start_is_quiet(installed, stock, wheel, tmp_path):
     for file in [*read_only.site_packages.rglob('*'), read_only.site_packages]:
         if not file.is_symlink():
             file.chmod(0o555 if file.is_dir() else 0o444)
+    (removed, left) = (copy_environment(installed, tmp_path / name) for name in ('none', 'left'))
+    for environment in removed, left:
+        for file in (environment.site_packages / 'megatron_overlay').rglob('*.py'):
+            file.unlink()
+    shutil.rmtree(removed.site_packages / 'megatron_overlay')
     for environment, arguments, path, expected in [
+        (removed, ['-c', active], None, False),
+        (left, ['-c', active], None, False),  # of the package, folders are there
         (installed, ['-c', active], None, True),
         (installed, ['-I', '-c', active], None, True),
         (installed, ['-E', '-s', '-c', active], None, True),
@@ -266,6 +276,11 @@ def test_console_commands(installed, command):
     assert script.read_text().startswith(f'#!{installed.python}')
     run = installed.run(script, '--help')
     assert run.returncode == 0 and run.stdout.startswith(f'usage: {command} ')
+    (distribution,) = installed.site_packages.glob('megatron_checkpoint_toolkit-*.dist-info')
+    version = distribution.name.removesuffix('.dist-info').partition('-')[2]
+    for arguments in [script, '--version'], ['-m', 'megatron_overlay', '--version']:
+        run = installed.run(*arguments)
+        assert (run.returncode, run.stdout) == (0, f'megatron-checkpoint-toolkit {version}\n')
 
 
 def test_the_dry_run_without_what_it_needs(installed, stock, without_core, source_tree, tmp_path):

@@ -220,6 +220,7 @@ def test_hybrid_run(checkpoints, tmp_path):
     for name in LOADS:
         assert outcomes[name]['error'] is None, outcomes[name]
         assert not outcomes[name]['untouched'], name
+    assert output.count(' is active over megatron-core ') == 1
     # Not told of a load that the arguments forbid; what the keys forbid is found after that.
     announced = output.count('> GPT checkpoint into a hybrid model')
     by_keys = [name for name, (_, message) in HYBRID_RUN.items() if 'CheckpointingE' in message]

@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path, PurePath
 
+from megatron_overlay import __version__
+
 _MOST_DIGITS = 18
 _URL = re.compile(r'([a-z][a-z0-9+.-]*:)/(/?)', re.ASCII | re.IGNORECASE)
 
@@ -76,3 +78,10 @@ def positive(text: str) -> int:
     if natural(text) == 0:
         raise argparse.ArgumentTypeError('0: expected a positive number')
     return int(text)
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """Give a command its ``--version``."""
+    parser.add_argument(
+        '--version', action='version', version=f'megatron-checkpoint-toolkit {__version__}'
+    )

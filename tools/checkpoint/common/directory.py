@@ -13,9 +13,11 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import Metadata
 
+from .dcp_metadata import load_dcp_metadata
 from .errors import CheckpointError, one_line
 from .paths import (
     CONFIG_NAME,
+    METADATA_NAME,
     RELEASE,
     TRACKER_NAME,
     describe_foreign,
@@ -25,7 +27,6 @@ from .paths import (
     refuse_url,
     tracker_target,
 )
-from .safe_load import METADATA_NAME, load_dcp_metadata
 from .stored import COMMON_FILE
 
 LEGACY, DISTRIBUTED, FSDP, DCP = 'torch', 'torch_dist', 'fsdp_dtensor', 'torch_dcp'

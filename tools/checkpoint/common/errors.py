@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .core import CheckpointingException
+from megatron_overlay.errors import CheckpointingException
+
 from .stdout import printable
 
 

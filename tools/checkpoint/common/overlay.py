@@ -8,7 +8,7 @@ LOAD_MODULES = (
 
 
 def why_not_active(*modules: str) -> str | None:
-    """Activate the overlay, before the first import of megatron.
+    """Activate the overlay, where megatron hasn't been imported yet.
 
     Args:
         modules: of the overlay, which are asked for.
@@ -19,8 +19,11 @@ def why_not_active(*modules: str) -> str | None:
     import megatron_overlay
     from megatron_overlay._finder import core_version
 
-    if not megatron_overlay.activate():
-        return 'MEGATRON_OVERLAY=0 keeps this package out of the run; unset it.'
+    try:
+        if not megatron_overlay.activate():
+            return 'MEGATRON_OVERLAY=0 keeps this package out of the run; unset it.'
+    except RuntimeError as error:
+        return str(error)
     version, location = core_version()
     if not location:
         return 'megatron-core: not found; install it or put a Megatron-LM checkout on the path.'

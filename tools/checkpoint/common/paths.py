@@ -16,6 +16,7 @@ from .staging import staging_path
 
 TRACKER_NAME = 'latest_checkpointed_iteration.txt'
 CONFIG_NAME = 'metadata.json'
+METADATA_NAME = '.metadata'
 RELEASE = 'release'
 
 _ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)
@@ -241,7 +242,7 @@ def describe_foreign(directory: Path) -> str:
         return f'{missing}: a Hugging Face checkpoint, expected torch_dist'
     if any(parse_iteration_dirname(name) is not None for name in names):
         return f'{missing} and no {TRACKER_NAME}: a root; name one of its iter_* directories'
-    if '.metadata' in names:
+    if METADATA_NAME in names:
         return (
             f'{missing}: a torch_dcp or fsdp_dtensor checkpoint, or a torch_dist one that is '
             'unfinished because its save was cut short'

@@ -1,4 +1,4 @@
-"""Imports of torch and megatron-core: what is missing, and no word about optional packages."""
+"""Imports: what is missing, and no word of core's about optional packages."""
 
 import logging
 import sys
@@ -24,14 +24,9 @@ def quiet_imports() -> Iterator[None]:
 
 def missing_packages() -> str | None:
     """Why the tools can't run in this environment, told before anything is imported; else None."""
-    for package, module in (('torch', 'torch'), ('megatron-core', 'megatron.core')):
-        try:
-            found = find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            return (
-                f'{package}: not installed for {sys.executable}; run with the Python of your '
-                f'training environment, in a checkout with .venv/bin/python, which `make` makes'
-            )
-    return None
+    if find_spec('torch') is not None:
+        return None
+    return (
+        f'torch: not installed for {sys.executable}; run with the Python of your training '
+        f'environment, in a checkout with .venv/bin/python, which `make` makes'
+    )

@@ -5,9 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
-from megatron.core.dist_checkpointing.unstored_state import unstored_options, unstored_state
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    stored_optimizer_format,
+)
+from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
+    unstored_options,
+    unstored_state,
+)
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -5,13 +5,12 @@ A look before a job waits in a queue.
 
 from typing import Any
 
-from megatron.core.dist_checkpointing.checkpoint_layout import (
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_metadata,
 )
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.gpt_layer_maps import GPTCompatLayerMaps
-from megatron.core.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import GPTCompatLayerMaps
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
     LEGACY_REFUSAL,
@@ -23,7 +22,12 @@ from megatron.core.dist_checkpointing.load_plan import (
     plan_load,
     stored_optimizer_format,
 )
-from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
+from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
+    unstored_reason,
+    unstored_state,
+)
+
+from megatron_overlay.errors import CheckpointingException
 
 from ..common.directory import LEGACY, find_checkpoint
 from ..common.stdout import printable, tell

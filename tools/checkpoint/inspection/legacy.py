@@ -4,8 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import CheckpointLayout, layout_from_keys
-from megatron.core.dist_checkpointing.load_plan import LEGACY_REFUSAL
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_keys,
+)
+from megatron_overlay.standalone.dist_checkpointing.load_plan import LEGACY_REFUSAL
 
 from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError

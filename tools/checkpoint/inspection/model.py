@@ -1,7 +1,9 @@
 """The model behind a checkpoint's keys."""
 
-from megatron.core.dist_checkpointing.checkpoint_layout import MOE, CheckpointLayout
-from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import hybrid_checkpoint_pattern
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE, CheckpointLayout
+from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop import (
+    hybrid_checkpoint_pattern,
+)
 
 from .summary import Model
 

@@ -33,7 +33,7 @@ def summary_text(summary: CheckpointSummary) -> str:
     lines = [str(summary.directory), *(f'  {name:16}  {text}' for name, text in rows.items())]
     lines.append('taken by')
     for use in summary.uses:
-        answer = 'yes' if use.works else 'no'
+        answer = {True: 'yes', False: 'no', None: 'unknown'}[use.works]
         lines.append(f'  {use.name:22}  {answer}' + (f': {use.reason}' if use.reason else ''))
     return '\n'.join(map(printable, lines))
 

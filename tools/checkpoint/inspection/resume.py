@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     is_layer_wise,
     stored_optimizer_format,
 )
-from megatron.core.dist_checkpointing.serialization import leaked_param_states
-from megatron.core.dist_checkpointing.unstored_state import (
+from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     OPTIMIZER,
     unstored_reason,
     unstored_state,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_overlay.errors import CheckpointingException
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from ..common import stored

@@ -22,12 +22,13 @@ class Use:
 
     Attributes:
         name: of the tool or load
-        works: it takes the checkpoint, if asked as ``reason`` says
+        works: it takes the checkpoint, if asked as ``reason`` says; None where that can't be told
+            in this environment
         reason: one line: with which options, or why not
     """
 
     name: str
-    works: bool
+    works: bool | None
     reason: str
 
 

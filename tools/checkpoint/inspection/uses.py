@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.checkpoint_layout import MOE
-from megatron.core.dist_checkpointing.gpt_layer_maps import REPLACE_ATTENTION
-from megatron.core.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE
+from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import REPLACE_ATTENTION
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
     LoadPlan,
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     stored_optimizer_format,
     torch_refusal,
 )
-from megatron.core.dist_checkpointing.unstored_state import (
+from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     OPTIMIZER,
     unstored_options,
     unstored_reason,
@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.unstored_state import (
 )
 
 from ..common.errors import CheckpointError
+from ..common.overlay import why_not_active
 from ..common.paths import resolve_checkpoint
 from ..merge.common_state import load_common_state
 from ..merge.source import read_source
@@ -34,6 +35,9 @@ CONVERTER = 'PP/VPP converter'
 INTEROP = 'GPT into hybrid'
 REVERSE = 'hybrid into GPT'
 RESUME = 'resume with optimizer'
+
+_LOADS = 'megatron.training.checkpointing'
+_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer'
 
 
 def weighted_merge(directory: Path) -> Use:
@@ -54,11 +58,19 @@ def converter_of_distributed(format_: str) -> Use:
     return Use(CONVERTER, False, f'not needed: {format_} loads into any pipeline layout as it is')
 
 
+def _unknown(name: str, *modules: str) -> Use | None:
+    """What there is to say of a load where these modules of the overlay take no part in it."""
+    reason = why_not_active(*modules)
+    return None if reason is None else Use(name, None, reason)
+
+
 def gpt_into_hybrid(stored: StoredCheckpoint) -> Use:
     """Whether a hybrid run loads the checkpoint as a GPT model's."""
     layout = stored.layout
     if layout is None or layout.family != GPT:
         return Use(INTEROP, False, 'it is not of a GPT model')
+    if unknown := _unknown(INTEROP, _LOADS):
+        return unknown
     attention = '+' if layout.latent_attention else '*'
     mlps = ''.join('E' if layout.mlp_kinds.get(i) == MOE else '-' for i in range(layout.num_layers))
     pattern = ''.join(attention + mlp for mlp in mlps)
@@ -82,6 +94,8 @@ def gpt_into_hybrid(stored: StoredCheckpoint) -> Use:
 
 def hybrid_into_gpt(stored: StoredCheckpoint) -> Use:
     """Whether a GPT run loads the checkpoint of a hybrid model."""
+    if unknown := _unknown(REVERSE, _LOADS):
+        return unknown
     plan, layout = plan_load(stored, any_run(stored), GPT), stored.layout
     if plan.layer_maps is None or layout is None:
         return Use(REVERSE, False, plan.refusal)
@@ -124,4 +138,6 @@ def resume(stored: StoredCheckpoint, report: ResumeReport | None) -> Use:
     if report is None:
         kind = stored_optimizer_format(stored)
         return Use(RESUME, True, f'{kind} is left to megatron-core')
+    if unknown := _unknown(RESUME, _OPTIMIZER):
+        return unknown
     return Use(RESUME, report.loads, '; '.join(with_overlay(report)))

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
+from megatron_overlay.standalone.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,6 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from tqdm import tqdm
+
+from megatron_overlay.errors import CheckpointingException
 
 from ..common.stdout import printable
 from .resume import find_distributed

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..common.arguments import local_path, natural, not_a_url, positive
+from ..common.arguments import add_version, local_path, natural, not_a_url, positive
 from ..common.quiet import missing_packages
 from ..common.stdout import complain, tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
@@ -34,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_version(parser)
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(
         '--merge-inputs',

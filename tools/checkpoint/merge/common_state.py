@@ -13,6 +13,7 @@ import torch
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
+from ..common.core_classes import WithStandIns
 from ..common.errors import CheckpointError, one_line
 from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
@@ -151,7 +152,7 @@ def refuse_unstorable(common: CommonState) -> None:
         CheckpointError: it does
     """
     try:
-        torch.save(output_common_state(common, {}, None), io.BytesIO())
+        torch.save(output_common_state(common, {}, None), io.BytesIO(), pickle_module=WithStandIns)
     except Exception as error:
         raise CheckpointError(
             f"{common.origin}: its common state can't be saved again ({one_line(error)}); take it "
@@ -166,7 +167,7 @@ def save_common_state(state: Mapping[str, Any], directory: Path) -> None:
         OSError: it can't be written
     """
     data = io.BytesIO()
-    torch.save(dict(state), data)
+    torch.save(dict(state), data, pickle_module=WithStandIns)
     (directory / COMMON_FILE).write_bytes(data.getvalue())
 
 

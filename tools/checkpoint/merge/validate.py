@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError
-from ..common.safe_load import entry_name, load_dcp_metadata
 from ..common.stored import check_file
 from .geometry import Box
 from .plan import MergePlan

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
-from ..common.safe_load import load_dcp_metadata
 from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare, StoredChunk
 from .source import Slice

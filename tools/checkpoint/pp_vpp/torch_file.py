@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO, Self, cast
 import numpy
 import torch
 
+from ..common.core_classes import WithStandIns
 from ..common.errors import CheckpointError, reading
 from ..common.safe_load import load_torch
 from ..common.zip_record import HEADER, payload_start
@@ -121,7 +122,7 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
         _no_computed_checksums(),
     ):
         try:
-            torch.save(trimmed(state), cast(IO[bytes], sink))
+            torch.save(trimmed(state), cast(IO[bytes], sink), pickle_module=WithStandIns)
         except RuntimeError:  # torch's own, about the file that an error below cut short
             if sink.error is None:
                 raise

@@ -25,6 +25,9 @@ COMMANDS = documented_commands()
 # Commands that other tests run, by the words they begin with.
 RUN_ELSEWHERE = {
     'pip install': 'tests/unit_tests/overlay/test_overlay.py',
+    'torchrun --standalone -m tests.cpu_megatron.pretrain': (
+        'tests/unit_tests/cpu_megatron/test_training.py'
+    ),
     'python -S': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.overlay.needs': 'tests/unit_tests/overlay/test_guard.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
@@ -58,7 +61,17 @@ def places(vpp, tmp_path_factory):
         '--merge-stages 0,3 --merge-cloud-stages 1,2',
     ):
         assert convert_ckpt_pp_vpp.main(words.split()) == 0
-    runs = ('/ckpt/gpt', '/ckpt/run', 'ROOT', 'runs/a', 'PATH', 'CHECKPOINT', 'A', 'B')
+    runs = (
+        'checkpoints',
+        '/ckpt/gpt',
+        '/ckpt/run',
+        'ROOT',
+        'runs/a',
+        'PATH',
+        'CHECKPOINT',
+        'A',
+        'B',
+    )
     return {run: root / 'gpt' for run in runs} | {
         '/ckpt/hybrid': root / 'hybrid',
         'D': stages,
@@ -134,7 +147,7 @@ def console_command(name):
 def run(module, words, places, tmp_path):
     """In this process where the module has a ``main`` that takes arguments."""
     if module == 'examples.make_checkpoints':
-        assert words == ['DIR']  # the fixture trains as it does
+        assert words == ['checkpoints']  # the fixture trains as it does
         return
     if module == 'megatron_overlay':
         shown = subprocess.run([sys.executable, '-m', module], capture_output=True, text=True)

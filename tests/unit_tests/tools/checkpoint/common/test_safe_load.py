@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tests.cpu_megatron.whole_checkpoint import ALONE
+from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.common.safe_load import load_dcp_metadata, load_torch
+from tools.checkpoint.common.safe_load import load_torch
 
 
 class Hostile:
