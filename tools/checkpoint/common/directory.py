@@ -14,6 +14,7 @@ from pathlib import Path
 from torch.distributed.checkpoint import Metadata
 
 from .errors import CheckpointError, one_line
+from .exchange import UNPUBLISHED
 from .paths import (
     CONFIG_NAME,
     RELEASE,
@@ -85,12 +86,19 @@ def _format(directory: Path) -> tuple[str, Metadata | None]:
         names = {entry.name for entry in directory.iterdir()}
     except OSError as error:
         raise CheckpointError(f"{directory}: can't be read: {one_line(error)}") from error
+    if UNPUBLISHED in names:
+        raise CheckpointError(
+            f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '
+            'the other was in place; run that conversion again'
+        )
     if CONFIG_NAME in names:
         return DISTRIBUTED, load_dcp_metadata(directory)
     if any(name.startswith('mp_rank_') for name in names):
         return LEGACY, None
     if METADATA_NAME not in names:
-        raise CheckpointError(f'{directory}: {describe_foreign(directory)}')
+        raise CheckpointError(
+            f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'
+        )
     metadata = load_dcp_metadata(directory)
     keys = metadata.state_dict_metadata
     if any(re.match(r'model\d*\.module\.', key) for key in keys):
