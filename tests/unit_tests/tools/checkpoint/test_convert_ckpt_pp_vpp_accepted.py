@@ -84,6 +84,7 @@ CASES = {
     'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
     'args.rank of no use': edit(put([1], 'args', 'rank'), *STAGES),
     'sides that were launched with seeds of their own': edit(put(7, 'args', 'seed'), *STAGES[1:3]),
+    'NaN in what chunks of a rank share': edit(put(torch.full((1,), torch.nan), 'custom'), *STAGES),
     'fresh norms': filled(1.0, 'norm.weight'),
     'all layers equal': filled(0.5),
     'equal layers, saved by a tool': lambda root: [
