@@ -6,13 +6,14 @@ From a shell::
         --pipeline-size 2 --virtual-size 2
 
 From Python: ``main`` with the same words; or, to catch ``CheckpointError`` and see the plan,
-``prepare`` and ``execute`` of ``pp_vpp.convert`` on a request that ``pp_vpp.commands`` makes.
+``prepare`` and ``execute`` of ``pp_vpp.convert`` on a conversion that ``pp_vpp.commands`` makes.
 """
 
 import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from .common.quiet import missing_packages
 from .common.stdout import complain, tell
 
 if TYPE_CHECKING:
-    from .pp_vpp.commands import Request
+    from .pp_vpp.commands import Conversion
 
 # torch and megatron-core take seconds to import: arguments that can't work are told before that.
 
@@ -42,7 +43,7 @@ Nothing is written before every input has been checked, an existing output is re
 """
 
 
-_MERGE = """\
+_HOW_TO_MERGE = """\
 Stages become virtual chunks. One of these, none of them with options of another:
 
   all ranks      --pipeline-size P --load-dir D --save-dir OUT
@@ -53,7 +54,7 @@ Stages become virtual chunks. One of these, none of them with options of another
 Edge and cloud read --load-dir D, or --load-dir-edge E and --load-dir-cloud C, and write
 --save-dir-edge E and --save-dir-cloud C.
 """
-_SPLIT = """\
+_HOW_TO_SPLIT = """\
 Chunks become stages again, in --save-dir. One of these, none of them with options of another:
 
   all ranks      --load-dir D
@@ -63,7 +64,7 @@ Chunks become stages again, in --save-dir. One of these, none of them with optio
 
 Edge and cloud read --load-dir D, or --load-dir-edge E and --load-dir-cloud C.
 """
-_RESHAPE = """\
+_HOW_TO_RESHAPE = """\
 Any stages or chunks become any others: --load-dir D --save-dir OUT --pipeline-size P
 --virtual-size V, where V 1 makes plain stages.
 """
@@ -98,6 +99,71 @@ def _path(text: str) -> Path | None:
     return local_path(text) if text else None
 
 
+# Options by command: how the text is read, what stands for it in the help, the help itself.
+_Options = dict[str, tuple[Callable[[str], Any], str, str]]
+
+_MERGE: _Options = {
+    'merge-stages': (
+        _integers,
+        '0,3',
+        'stages that become chunks model0, model1, ... of edge rank 0',
+    ),
+    'merge-cloud-stages': (_integers, '1,2', 'stages that become chunks of cloud rank 0'),
+    'middle-stages': (
+        _integers,
+        '1,2,3',
+        'or: stages kept as cloud ranks 1, 2, 3, each in model0 beside an empty model1',
+    ),
+    'pipeline-size': (
+        _positive,
+        'P',
+        'or: all stages become chunks of P ranks in interleaved order (rank r, chunk c holds stage '
+        'c*P + r); takes --load-dir and --save-dir',
+    ),
+}
+_SPLIT: _Options = {
+    'split-rank': (
+        _natural,
+        'R',
+        'edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
+    ),
+    'split-cloud-rank': (
+        _natural,
+        'R',
+        'cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
+    ),
+    'num-cloud-vpp-chunks': (_positive, 'K', 'number of chunks of that rank'),
+    'middle-ranks': (_integers, '1,2,3', 'or: cloud ranks whose model0 becomes stage 1, 2, 3'),
+}
+_RESHAPE: _Options = {
+    'pipeline-size': (_positive, 'P', 'pipeline ranks of the output'),
+    'virtual-size': (_positive, 'V', 'chunks of each rank; 1 for plain stages'),
+    'layers-per-chunk': (
+        _integers,
+        '3,2,2,3',
+        'layers of each chunk in pipeline order: chunk 0 of every rank, then chunk 1, ... '
+        '(default: equally many)',
+    ),
+}
+_COMMON: _Options = {
+    'iteration': (
+        _natural,
+        'N',
+        'iteration to convert (default: the tracker of the (edge) source; `release` there means '
+        'the release directory)',
+    ),
+    'workers': (_positive, 'N', 'rank files written at the same time (default: one a CPU)'),
+}
+_SWITCHES = {
+    'drop-optimizer': 'convert without optimizer state',
+    'overwrite': 'replace an output that exists, once the new one is complete',
+    'dry-run': 'check everything, print the mapping and write nothing',
+    'trust-checkpoints': 'load classes that are not on the allow-list, which can run code',
+}
+_LOAD = ('load-dir', 'load-dir-edge', 'load-dir-cloud')
+_SAVE = ('save-dir', 'save-dir-edge', 'save-dir-cloud')
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(
@@ -107,232 +173,122 @@ def parser() -> argparse.ArgumentParser:
     )
     add_version(top)
     subparsers = top.add_subparsers(dest='command', required=True, metavar='COMMAND')
-    merge = _add_command(subparsers, 'merge', 'PP to VPP', _MERGE)
-    _add_directories(merge, 'load-dir', 'load-dir-edge', 'load-dir-cloud')
-    _add_directories(merge, 'save-dir', 'save-dir-edge', 'save-dir-cloud')
-    merge.add_argument(
-        '--merge-stages',
-        type=_integers,
-        metavar='0,3',
-        help='stages that become chunks model0, model1, ... of edge rank 0',
-    )
-    merge.add_argument(
-        '--merge-cloud-stages',
-        type=_integers,
-        metavar='1,2',
-        help='stages that become chunks of cloud rank 0',
-    )
-    merge.add_argument(
-        '--middle-stages',
-        type=_integers,
-        metavar='1,2,3',
-        help='or: stages kept as cloud ranks 1, 2, 3, each in model0 beside an empty model1',
-    )
-    merge.add_argument(
-        '--pipeline-size',
-        type=_positive,
-        metavar='P',
-        help='or: all stages become chunks of P ranks in interleaved order (rank r, '
-        'chunk c holds stage c*P + r); takes --load-dir and --save-dir',
-    )
-    split = _add_command(subparsers, 'split', 'VPP to PP', _SPLIT)
-    _add_directories(split, 'load-dir', 'load-dir-edge', 'load-dir-cloud', 'save-dir')
-    split.add_argument(
-        '--split-rank',
-        type=_natural,
-        metavar='R',
-        help='edge rank whose model0 becomes stage 0 and whose model1 the last (default: 0)',
-    )
-    split.add_argument(
-        '--split-cloud-rank',
-        type=_natural,
-        metavar='R',
-        help='cloud rank whose model0, model1, ... become stages 1, 2, ... (default: 0)',
-    )
-    split.add_argument(
-        '--num-cloud-vpp-chunks', type=_positive, metavar='K', help='number of chunks of that rank'
-    )
-    split.add_argument(
-        '--middle-ranks',
-        type=_integers,
-        metavar='1,2,3',
-        help='or: cloud ranks whose model0 becomes stage 1, 2, 3',
-    )
-    reshape = _add_command(subparsers, 'reshape', 'any (PP, VPP) to any other', _RESHAPE)
-    _add_directories(reshape, 'load-dir', 'save-dir')
-    reshape.add_argument(
-        '--pipeline-size',
-        type=_positive,
-        metavar='P',
-        required=True,
-        help='pipeline ranks of the output',
-    )
-    reshape.add_argument(
-        '--virtual-size',
-        type=_positive,
-        metavar='V',
-        required=True,
-        help='chunks of each rank; 1 for plain stages',
-    )
-    reshape.add_argument(
-        '--layers-per-chunk',
-        type=_integers,
-        metavar='3,2,2,3',
-        help='layers of each chunk in pipeline order: chunk 0 of every rank, then '
-        'chunk 1, ... (default: equally many)',
-    )
-    for command in (merge, split, reshape):
-        _add_common(command)
+    for name, what, how, directories, options, required in (
+        ('merge', 'PP to VPP', _HOW_TO_MERGE, _LOAD + _SAVE, _MERGE, ()),
+        ('split', 'VPP to PP', _HOW_TO_SPLIT, _LOAD + _SAVE[:1], _SPLIT, ()),
+        (
+            'reshape',
+            'any (PP, VPP) to any other',
+            _HOW_TO_RESHAPE,
+            _LOAD[:1] + _SAVE[:1],
+            _RESHAPE,
+            ('pipeline-size', 'virtual-size'),
+        ),
+    ):
+        command = subparsers.add_parser(
+            name,
+            help=what,
+            description=how,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add_version(command)
+        for directory in directories:
+            verb, _, side = directory.partition('-dir')
+            text = 'root of the source' if verb == 'load' else 'root of the output'
+            text += side.replace('-', ', ')
+            command.add_argument(f'--{directory}', type=_path, metavar='DIR', help=text)
+        for option, (kind, metavar, text) in {**options, **_COMMON}.items():
+            command.add_argument(
+                f'--{option}', type=kind, metavar=metavar, help=text, required=option in required
+            )
+        for switch, text in _SWITCHES.items():
+            command.add_argument(f'--{switch}', action='store_true', help=text)
     return top
 
 
-def _add_command(
-    subparsers: Any, name: str, summary: str, description: str
-) -> argparse.ArgumentParser:
-    command = subparsers.add_parser(
-        name,
-        help=summary,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(command)
-    return command
-
-
-def _add_directories(command: argparse.ArgumentParser, *names: str) -> None:
-    for name in names:
-        what, _, side = name.partition('-dir')
-        text = 'root of the source' if what == 'load' else 'root of the output'
-        command.add_argument(
-            f'--{name}', type=_path, metavar='DIR', help=text + side.replace('-', ', ')
-        )
-
-
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        '--iteration',
-        type=_natural,
-        metavar='N',
-        help='iteration to convert (default: the tracker of the (edge) source; '
-        '`release` there means the release directory)',
-    )
-    command.add_argument(
-        '--drop-optimizer', action='store_true', help='convert without optimizer state'
-    )
-    command.add_argument(
-        '--workers',
-        type=_positive,
-        metavar='N',
-        help='rank files written at the same time (default: one a CPU)',
-    )
-    command.add_argument(
-        '--overwrite',
-        action='store_true',
-        help='replace an output that exists, once the new one is complete',
-    )
-    command.add_argument(
-        '--dry-run',
-        action='store_true',
-        help='check everything, print the mapping and write nothing',
-    )
-    command.add_argument(
-        '--trust-checkpoints',
-        action='store_true',
-        help='load classes that are not on the allow-list, which can run code',
-    )
-
-
-def request(args: argparse.Namespace) -> 'Request':
+def conversion(args: argparse.Namespace) -> 'Conversion':
     """What the arguments ask for.
 
     Raises:
         Misuse: arguments that don't go together, or one that is missing
     """
-    if args.command == 'reshape':
-        _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
-        _need_sources(args)
-        from .pp_vpp import commands
+    name, words = {'merge': _merge, 'split': _split, 'reshape': _reshape}[args.command](args)
+    for root in (getattr(args, source.replace('-', '_'), None) for source in _LOAD):
+        if root is not None and not os.path.isdir(root):
+            raise Misuse(f'{root}: no such directory')
+    from .pp_vpp import commands
 
-        return commands.reshape(
-            args.pipeline_size,
-            args.virtual_size,
-            args.layers_per_chunk,
-            args.load_dir,
-            args.save_dir,
-        )
-    return _merge(args) if args.command == 'merge' else _split(args)
+    made: Conversion = getattr(commands, name)(**words)
+    return made
 
 
-def _merge(args: argparse.Namespace) -> 'Request':
+# Name and arguments of the function in ``pp_vpp.commands`` that makes a conversion.
+_Call = tuple[str, dict[str, Any]]
+
+
+def _reshape(args: argparse.Namespace) -> _Call:
+    _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
+    return 'reshape', {
+        'pipeline_size': args.pipeline_size,
+        'virtual_size': args.virtual_size,
+        'layers_per_chunk': args.layers_per_chunk,
+        'source': args.load_dir,
+        'output': args.save_dir,
+    }
+
+
+def _merge(args: argparse.Namespace) -> _Call:
+    sides = ('load_dir_edge', 'load_dir_cloud', 'save_dir_edge', 'save_dir_cloud')
     if args.pipeline_size is not None:
-        _refuse(
-            args,
-            '--pipeline-size',
-            'merge_stages',
-            'merge_cloud_stages',
-            'middle_stages',
-            'load_dir_edge',
-            'load_dir_cloud',
-            'save_dir_edge',
-            'save_dir_cloud',
-        )
+        stages = ('merge_stages', 'merge_cloud_stages', 'middle_stages')
+        _refuse(args, '--pipeline-size', *stages, *sides)
         _need(args, 'load_dir', 'save_dir')
-        _need_sources(args)
-        from .pp_vpp import commands
-
-        return commands.merge_plain(args.pipeline_size, args.load_dir, args.save_dir)
+        return 'merge_plain', {
+            'pipeline_size': args.pipeline_size,
+            'source': args.load_dir,
+            'output': args.save_dir,
+        }
     _refuse(args, '--merge-stages', 'save_dir')
     _need(args, 'merge_stages', 'save_dir_edge', 'save_dir_cloud')
     if args.merge_cloud_stages is not None:
         _refuse(args, '--merge-cloud-stages', 'middle_stages')
     elif args.middle_stages is None:
         raise Misuse('--merge-stages: needs --merge-cloud-stages or --middle-stages too')
-    sources = _sides(args)
-    from .pp_vpp import commands
-
-    return commands.merge_sides(
-        args.merge_stages,
-        args.merge_cloud_stages or [],
-        args.middle_stages or [],
-        sources,
-        {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
-    )
+    return 'merge_sides', {
+        'edge_stages': args.merge_stages,
+        'cloud_stages': args.merge_cloud_stages or [],
+        'middle_stages': args.middle_stages or [],
+        'sources': _sources(args),
+        'outputs': {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
+    }
 
 
-def _split(args: argparse.Namespace) -> 'Request':
+def _split(args: argparse.Namespace) -> _Call:
     _need(args, 'save_dir')
-    sides = ('split_rank', 'split_cloud_rank', 'num_cloud_vpp_chunks', 'middle_ranks')
-    if all(getattr(args, name) is None for name in sides) and args.load_dir is not None:
+    options = [getattr(args, name.replace('-', '_')) for name in _SPLIT]
+    if args.load_dir is not None and all(option is None for option in options):
         _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
-        _need_sources(args)
-        from .pp_vpp import commands
-
-        return commands.split_plain(args.load_dir, args.save_dir)
+        return 'split_plain', {'source': args.load_dir, 'output': args.save_dir}
     if args.middle_ranks is not None:
         _refuse(args, '--middle-ranks', 'split_cloud_rank', 'num_cloud_vpp_chunks')
     elif args.num_cloud_vpp_chunks is None:
         raise Misuse('split: needs --num-cloud-vpp-chunks or --middle-ranks')
-    sources = _sides(args)
-    from .pp_vpp import commands
-
-    return commands.split_sides(
-        args.split_rank or 0,
-        args.split_cloud_rank or 0,
-        args.num_cloud_vpp_chunks or 0,
-        args.middle_ranks or [],
-        sources,
-        args.save_dir,
-    )
+    return 'split_sides', {
+        'edge_rank': args.split_rank or 0,
+        'cloud_rank': args.split_cloud_rank or 0,
+        'cloud_chunks': args.num_cloud_vpp_chunks or 0,
+        'middle_ranks': args.middle_ranks or [],
+        'sources': _sources(args),
+        'output': args.save_dir,
+    }
 
 
-def _sides(args: argparse.Namespace) -> dict[str, Path]:
+def _sources(args: argparse.Namespace) -> dict[str, Path]:
     if args.load_dir is not None:
         _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
-        _need_sources(args)
         return {'edge': args.load_dir, 'cloud': args.load_dir}
     _need(args, 'load_dir_edge', 'load_dir_cloud')
-    _need_sources(args)
     return {'edge': args.load_dir_edge, 'cloud': args.load_dir_cloud}
 
 
@@ -346,13 +302,6 @@ def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
     for name in names:
         if getattr(args, name) is not None:
             raise Misuse(f'{flag} and --{name.replace("_", "-")} exclude each other')
-
-
-def _need_sources(args: argparse.Namespace) -> None:
-    for name in ('load_dir', 'load_dir_edge', 'load_dir_cloud'):
-        root = getattr(args, name, None)
-        if root is not None and not os.path.isdir(root):
-            raise Misuse(f'{root}: no such directory')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -369,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
     try:
-        asked = request(args)
+        asked = conversion(args)
     except Misuse as error:
         return complain(error)
     try:
@@ -378,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _run(asked: 'Request', args: argparse.Namespace) -> int:
+def _run(asked: 'Conversion', args: argparse.Namespace) -> int:
     from .common.errors import CheckpointError
     from .common.progress import format_bytes, format_seconds
     from .common.publish import Interrupted
@@ -386,32 +335,32 @@ def _run(asked: 'Request', args: argparse.Namespace) -> int:
     from .pp_vpp.table import mapping_table, outputs_summary, trackers_summary
 
     options = Options(
-        args.iteration,
-        args.drop_optimizer,
-        args.trust_checkpoints,
-        args.workers,
-        args.dry_run,
-        args.overwrite,
+        iteration=args.iteration,
+        drop_optimizer=args.drop_optimizer,
+        trust=args.trust_checkpoints,
+        workers=args.workers,
+        dry_run=args.dry_run,
+        overwrite=args.overwrite,
     )
     start = time.perf_counter()
     try:
-        prepared = prepare(asked, options)
-        for note in prepared.notes:
+        checked = prepare(asked, options)
+        for note in checked.notes:
             print(f'note: {note}', file=sys.stderr)
         if args.dry_run:
-            written = f'{format_bytes(prepared.bytes)} would be written; nothing was (--dry-run)'
-            outputs = [*outputs_summary(prepared), *trackers_summary(prepared)]
-            plan = [mapping_table(prepared), *outputs, written]
+            written = f'{format_bytes(checked.bytes)} would be written; nothing was (--dry-run)'
+            outputs = [*outputs_summary(checked), *trackers_summary(checked)]
+            plan = [mapping_table(checked), *outputs, written]
             return 0 if tell('\n'.join(plan)) else 1
-        execute(prepared, options)
+        execute(checked, options)
     except CheckpointError as error:
         return complain(error)
     except Interrupted as stopped:
         complain(stopped)
         return stopped.exit_code
     seconds = format_seconds(time.perf_counter() - start)
-    written = f'{format_bytes(prepared.bytes)} written in {seconds}'
-    tell('\n'.join([*outputs_summary(prepared), written]))  # published, whoever reads this
+    written = f'{format_bytes(checked.bytes)} written in {seconds}'
+    tell('\n'.join([*outputs_summary(checked), written]))  # published, whoever reads this
     return 0
 
 

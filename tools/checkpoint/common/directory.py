@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import Metadata
 
 from .dcp_metadata import load_dcp_metadata
 from .errors import CheckpointError, one_line
+from .exchange import UNPUBLISHED
 from .paths import (
     CONFIG_NAME,
     METADATA_NAME,
@@ -86,12 +87,19 @@ def _format(directory: Path) -> tuple[str, Metadata | None]:
         names = {entry.name for entry in directory.iterdir()}
     except OSError as error:
         raise CheckpointError(f"{directory}: can't be read: {one_line(error)}") from error
+    if UNPUBLISHED in names:
+        raise CheckpointError(
+            f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '
+            'the other was in place; run that conversion again'
+        )
     if CONFIG_NAME in names:
         return DISTRIBUTED, load_dcp_metadata(directory)
     if any(name.startswith('mp_rank_') for name in names):
         return LEGACY, None
     if METADATA_NAME not in names:
-        raise CheckpointError(f'{directory}: {describe_foreign(directory)}')
+        raise CheckpointError(
+            f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'
+        )
     metadata = load_dcp_metadata(directory)
     keys = metadata.state_dict_metadata
     if any(re.match(r'model\d*\.module\.', key) for key in keys):

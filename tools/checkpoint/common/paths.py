@@ -226,8 +226,8 @@ def refuse_tracker_directory(root: Path) -> None:
         raise CheckpointError(f'{tracker}: a directory, expected a file; move it away')
 
 
-def describe_foreign(directory: Path) -> str:
-    """One clause on what a directory without ``metadata.json`` looks like."""
+def describe_foreign(directory: Path, expected: str = 'torch_dist') -> str:
+    """One clause on what a directory without ``metadata.json`` is, and what was expected."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -239,7 +239,7 @@ def describe_foreign(directory: Path) -> str:
             'run with --ckpt-convert-format torch_dist saves it again as that'
         )
     if any(name.endswith('.safetensors') for name in names) or 'config.json' in names:
-        return f'{missing}: a Hugging Face checkpoint, expected torch_dist'
+        return f'{missing}: a Hugging Face checkpoint, expected {expected}'
     if any(parse_iteration_dirname(name) is not None for name in names):
         return f'{missing} and no {TRACKER_NAME}: a root; name one of its iter_* directories'
     if METADATA_NAME in names:

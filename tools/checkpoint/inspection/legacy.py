@@ -1,6 +1,7 @@
 """Summary of a legacy (``--ckpt-format torch``) checkpoint, from its mapped rank files."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +15,11 @@ from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
-from ..pp_vpp import model_state
-from ..pp_vpp.convert import Ranks, check_chunks
-from ..pp_vpp.discover import FILE_NAME, rank_files, refuse_other_files
-from ..pp_vpp.layout import one_to_one
-from ..pp_vpp.rank_file import chunk_numbers, take_apart
-from ..pp_vpp.same_model import SameModel
-from ..pp_vpp.survey import (
-    SideSurvey,
-    check_iteration,
-    check_layers,
-    every_chunk,
-    require_contiguous,
-    require_shards,
-    survey_source,
-)
+from ..pp_vpp.checks import checked_shards
+from ..pp_vpp.keys import chunk_numbers, layer_of, renumber
+from ..pp_vpp.layout import chunk_key, one_to_one
+from ..pp_vpp.rank_file import RankFile, take_apart
+from ..pp_vpp.sources import FILE_NAME, Side, look_at, refuse_other_files, shard_paths, shards_of
 from ..pp_vpp.torch_file import MappedFile, read, tensors
 from . import uses
 from .model import describe_model
@@ -51,27 +42,24 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
         CheckpointError: a file is missing, cut short, damaged, or would have to be run
     """
     directory = found.directory
-    source = rank_files(directory, lambda path: read(path, False).state)
-    side = survey_source('', source, False)
-    ranks = {home: read(path, False) for home, path in source.files.items()}
-    chunks = [rank.state[key] for rank in ranks.values() for key in _keys(rank)]
-    first = next(iter(ranks.values())).state
-    iteration = whole(first.get('iteration'))
+    side = look_at('', directory, lambda path: read(path, False))
+    files = {path: read(path, False) for path in side.files.values()}
+    chunks = [file.state[key] for file in files.values() for key in _chunk_keys(file)]
+    iteration = whole(next(iter(files.values())).state.get('iteration'))
     if iteration is None:
         iteration = parse_iteration_dirname(directory.name)
-    beside = sorted({p.name for r in ranks.values() for p in r.path.parent.iterdir()} - {FILE_NAME})
-    optimizer = _optimizer(ranks.values(), beside)
+    optimizer = _optimizer(files)
     rest = [
-        {k: v for k, v in rank.state.items() if k != 'optimizer' and k not in _keys(rank)}
-        for rank in ranks.values()
+        {k: v for k, v in file.state.items() if k != 'optimizer' and k not in _chunk_keys(file)}
+        for file in files.values()
     ]
-    files, file_bytes = count_files(directory)
+    number_of_files, file_bytes = count_files(directory)
     return CheckpointSummary(
         directory=directory,
         load=found.load,
         format=LEGACY,
         iteration=iteration,
-        model=describe_model(_layout(side, ranks)),
+        model=describe_model(_layout(side)),
         parallel=_parallel(side),
         parallel_from='the rank files',
         weights=_amounts(chunks),
@@ -79,23 +67,22 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
         other_bytes=sum(amount.bytes for amount in _amounts(rest).values()),
         common_state='in each rank file',
         manifest_files=None,
-        files=files,
+        files=number_of_files,
         file_bytes=file_bytes,
         uses=[
             uses.weighted_merge(directory),
-            _converter(side, ranks),
+            _converter(side, files),
             Use(uses.INTEROP, False, LEGACY_REFUSAL),
             _resume(optimizer, side),
         ],
     )
 
 
-def _keys(rank: MappedFile) -> list[str]:
-    numbers = chunk_numbers(rank.path, rank.state)
-    return ['model' if number is None else f'model{number}' for number in numbers]
+def _chunk_keys(file: MappedFile) -> list[str]:
+    return [chunk_key(number) for number in chunk_numbers(file.state, file.path)]
 
 
-def _layout(side: SideSurvey, ranks: Mapping[Any, MappedFile]) -> CheckpointLayout:
+def _layout(side: Side) -> CheckpointLayout:
     """Layout of the whole model: chunks follow one another in pipeline order."""
     order = sorted(
         (number or 0, rank, number)
@@ -105,35 +92,32 @@ def _layout(side: SideSurvey, ranks: Mapping[Any, MappedFile]) -> CheckpointLayo
     sizes: dict[str, tuple[int, ...]] = {}
     first_layer = 0
     for _, rank, number in order:
-        home = (rank, *side.source.shards(rank)[0])
-        state = ranks[home].state['model' if number is None else f'model{number}']
-        for key, value in state.items():
-            layer = model_state.layer_of(key)
+        for key, value in side.stages[rank].chunks[number].items():
+            layer = layer_of(key)
             if layer is not None:
-                key = model_state.renumber(key, first_layer + layer)
+                key = renumber(key, first_layer + layer)
             sizes[key] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
         first_layer += side.stages[rank].layers[number]
     return layout_from_keys(sizes)
 
 
-def _parallel(side: SideSurvey) -> dict[str, int]:
-    shards = [shard for rank in side.stages for shard in side.source.shards(rank)]
+def _parallel(side: Side) -> dict[str, int]:
+    shards = [shard for rank in side.stages for shard in shards_of(side.files, rank)]
     chunks = max(len(stage.layers) for stage in side.stages.values())
     found = {'TP': len({tp for tp, _ in shards}), 'PP': len(side.stages)}
     if chunks > 1:
         found['VPP'] = chunks
     experts = {ep for _, ep in shards if ep is not None}
-    return found | ({'EP': len(experts)} if experts else {}) | _only_in_args(side)
+    if experts:
+        found['EP'] = len(experts)
+    sizes = parallel_sizes(side.args)
+    return found | {name: sizes[name] for name in ('CP', 'DP', 'ranks') if name in sizes}
 
 
-def _only_in_args(side: SideSurvey) -> dict[str, int]:
-    sizes = parallel_sizes(side.args())
-    return {name: sizes[name] for name in ('CP', 'DP', 'ranks') if name in sizes}
-
-
-def _optimizer(ranks: Iterable[MappedFile], beside: list[str]) -> OptimizerState:
-    states = [rank.state['optimizer'] for rank in ranks if rank.state.get('optimizer')]
-    separate = [name for name in beside if 'optim' in name]
+def _optimizer(files: Mapping[Path, MappedFile]) -> OptimizerState:
+    states = [file.state['optimizer'] for file in files.values() if file.state.get('optimizer')]
+    beside = {other.name for path in files for other in path.parent.iterdir()} - {FILE_NAME}
+    separate = sorted(name for name in beside if 'optim' in name)
     format_ = IN_RANK_FILES if states else 'none'
     return OptimizerState(separate[0] if separate else format_, None, _amounts(states))
 
@@ -148,16 +132,16 @@ def _amounts(states: Iterable[Any]) -> dict[str, Amount]:
     return found
 
 
-def _converter(side: SideSurvey, ranks: Mapping[tuple[int, int, int | None], MappedFile]) -> Use:
+def _converter(side: Side, files: Mapping[Path, MappedFile]) -> Use:
     """Whether the converter takes the checkpoint, by the checks it makes itself."""
     try:
-        _check(side, ranks, drop_optimizer=False)
+        _check(side, files, drop_optimizer=False)
     except CheckpointError as with_optimizer:
         try:
-            _check(side, ranks, drop_optimizer=True)
+            _check(side, files, drop_optimizer=True)
         except CheckpointError as error:
             total = sum(sum(stage.layers.values()) for stage in side.stages.values())
-            expected = number_in(side.args(), 'num_layers')
+            expected = number_in(side.args, 'num_layers')
             hint = ''
             if expected is not None and total < expected:
                 hint = '; if it is one side of an edge/cloud pair, `split` takes both'
@@ -167,37 +151,27 @@ def _converter(side: SideSurvey, ranks: Mapping[tuple[int, int, int | None], Map
     return Use(uses.CONVERTER, True, 'split, reshape' if chunked else 'merge, reshape')
 
 
-def _check(
-    side: SideSurvey,
-    ranks: Mapping[tuple[int, int, int | None], MappedFile],
-    *,
-    drop_optimizer: bool,
-) -> None:
+def _check(side: Side, files: Mapping[Path, MappedFile], *, drop_optimizer: bool) -> None:
     """The converter's checks, but for those that compare values of tensors."""
-    chunks = every_chunk(side)
-    layers = [side.stages[chunk.rank].layers[chunk.chunk] for chunk in chunks]
-    check_layers(sum(layers), side.args(), side.source.directory)
-    shards = require_shards(side, side.stages, side.tensor_size)
-    refuse_other_files([rank.path for rank in ranks.values()], drop_optimizer)
+    chunks = side.every_chunk()
+    layers = [side.layers(chunk) for chunk in chunks]
+    side.require_layers(sum(layers))
     as_it_is = one_to_one(chunks, chunks, layers, [])
-    tensor_size = len({tp for tp, _ in shards})
-    same_model = SameModel()
-    for tp, ep in shards:
-        shard: Ranks = {}
-        for stage in side.stages:
-            mapped = ranks[stage, tp, ep]
-            check_iteration(mapped.path, mapped.state, mapped.path.parent.parent)
-            shard['', stage] = take_apart(mapped.path, mapped.state, not drop_optimizer)
-            same_model.check(shard['', stage], (stage, tp, ep or 0), '', tensor_size)
-        check_chunks(as_it_is, shard)
-    same_model.finish()
+    shards = shard_paths({'': side}, as_it_is)
+    refuse_other_files(files, drop_optimizer)
+
+    def taken_apart(path: Path) -> RankFile:
+        return take_apart(files[path], with_optimizer=not drop_optimizer)
+
+    for _ in checked_shards(shards, as_it_is, taken_apart):
+        pass
 
 
-def _resume(optimizer: OptimizerState, side: SideSurvey) -> Use:
+def _resume(optimizer: OptimizerState, side: Side) -> Use:
     """Whether a run goes on from it: as the converter sees which ranks are missing."""
     try:
-        require_contiguous(side.source.directory, sorted(side.stages), side.args())
-        require_shards(side, side.stages, side.tensor_size)
+        side.require_contiguous(side.stages)
+        side.shards(side.stages, side.tensor_size)
     except CheckpointError as error:
         return Use(uses.RESUME, False, str(error))
     if optimizer.format == 'none':

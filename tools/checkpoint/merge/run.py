@@ -12,9 +12,8 @@ from time import perf_counter
 import torch
 
 from ..common import publish
-from ..common.dcp_metadata import METADATA_NAME
 from ..common.errors import CheckpointError
-from ..common.paths import CONFIG_NAME
+from ..common.paths import CONFIG_NAME, METADATA_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
 from ..common.stored import check_file

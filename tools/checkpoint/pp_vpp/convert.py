@@ -1,9 +1,14 @@
-"""Running a conversion: survey, plan, check everything, write, publish."""
+"""Running a conversion: look at the sources, plan, check everything, write, publish.
+
+A tensor's way: the plan (``layout``) says which new chunk it belongs to, here a rank file of the
+output becomes a job, ``rank_file`` takes the tensor out of the old chunk and puts it into the new
+one under its new key, ``torch_file`` copies its bytes.
+"""
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +31,19 @@ from ..common.publish import (
     refuse_irreplaceable,
 )
 from . import rank_file, torch_file
-from .commands import Request
-from .discover import FILE_NAME, refuse_other_files, split_path
-from .edges import refuse_misplaced, refuse_stray_keys
+from .checks import ShardFiles, checked_shards, read_shard
+from .commands import Conversion
 from .jobs import Job, make_jobs, prediction_note
-from .layout import ChunkId, Move, Plan
-from .rank_file import OldRank
-from .same_model import SameModel
-from .survey import SideSurvey, check_iteration, survey
+from .layout import Move, Plan
+from .sources import (
+    FILE_NAME,
+    Side,
+    find_directory,
+    look_at,
+    refuse_other_files,
+    shard_paths,
+    split_path,
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,24 @@ class Options:
     dry_run: bool = False
     overwrite: bool = False
 
+    def map(self, path: Path) -> torch_file.MappedFile:
+        """Map a rank file."""
+        with _loading:
+            return torch_file.read(path, self.trust)
+
+    def read(self, path: Path) -> rank_file.RankFile:
+        """Take a rank file apart."""
+        return rank_file.take_apart(self.map(path), with_optimizer=not self.drop_optimizer)
+
+
+_loading = threading.Lock()  # torch's safe globals are one list for all threads
+
 
 @dataclass(frozen=True)
-class Prepared:
-    """A checked conversion.
+class CheckedConversion:
+    """A conversion that can be carried out.
 
     Attributes:
-        surveys: the sources
         plan: which chunk goes where
         jobs: the rank files to write
         targets: directory of each output side
@@ -72,7 +93,6 @@ class Prepared:
         replaced: directories of outputs that exist and are to be replaced
     """
 
-    surveys: dict[str, SideSurvey]
     plan: Plan
     jobs: list[Job]
     targets: dict[str, Path]
@@ -82,24 +102,144 @@ class Prepared:
     replaced: list[Path]
 
 
-def prepare(request: Request, options: Options) -> Prepared:
+def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
     """Plan a conversion and check all of it; nothing is written.
 
     Args:
-        request: what to convert
+        conversion: what to convert
         options: how
 
     Raises:
         CheckpointError: anything is wrong with the sources or the outputs
     """
-    _refuse_same_roots(request)
-    surveys = _survey(request, options)
-    plan = request.plan(surveys)
-    directory = next(iter(surveys.values())).source.directory
-    targets = {side: root / directory.name for side, root in request.outputs.items()}
-    iteration = parse_iteration_dirname(directory.name)
-    text = RELEASE if iteration is None else str(iteration)
-    trackers = {root: text for root in request.outputs.values()}
+    _refuse_same_roots(conversion)
+    sides = _look_at_sources(conversion, options)
+    plan = conversion.plan(sides)
+    name = next(iter(sides.values())).directory.name
+    targets = {side: root / name for side, root in conversion.outputs.items()}
+    text = str(_iteration(name))
+    trackers = {root: text for root in conversion.outputs.values()}
+    replaced = _make_way(targets, trackers, options)
+    shards = shard_paths(sides, plan)
+    paths = sorted(path for shard in shards.values() for path in shard.values())
+    _refuse_to_replace_sources(paths, replaced)
+    refuse_other_files(paths, options.drop_optimizer)
+    jobs = make_jobs(sides, plan, shards)
+    size, without_args = 0, 0
+    added: dict[str, int] = {}
+    for source, files in checked_shards(shards, plan, options.read):
+        for file in files.values():
+            for key in file.added:
+                added[key] = added.get(key, 0) + 1
+        for job in jobs:
+            if job.source == source:
+                state = _new_file(job, plan, files, options)
+                size += sum(t.numel() * t.element_size() for t in torch_file.tensors(state))
+                without_args += state.get('args') is None
+    notes = []
+    if (note := prediction_note(sides, plan)) is not None:
+        notes.append(note)
+    if without_args:
+        notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
+    for key, count in added.items():
+        of = f'{count} files have no `{key}`'
+        notes.append(f'{of}; the outputs get what Megatron expects there')
+    if options.drop_optimizer:
+        notes.append('the outputs have no optimizer state; load them with --no-load-optim')
+    return CheckedConversion(plan, jobs, targets, trackers, size, notes, replaced)
+
+
+def execute(checked: CheckedConversion, options: Options) -> None:
+    """Write every rank file and publish all outputs together.
+
+    Args:
+        checked: as ``prepare`` returns it
+        options: as given to ``prepare``
+
+    Raises:
+        CheckpointError: a file can't be read or written any more; nothing is published then
+    """
+    stop = threading.Event()
+    workers = min(len(checked.jobs), options.workers or os.cpu_count() or 1)
+    targets = list(checked.targets.values())
+    with (
+        Publication(targets, checked.trackers, overwrite=options.overwrite) as publication,
+        progress_bar(checked.bytes, 'writing', unit='B') as progress,
+    ):
+
+        def wrote(count: int) -> None:
+            if stop.is_set():
+                raise CheckpointError('stopped')
+            progress.update(count)
+
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                futures = []
+                for job in checked.jobs:
+                    directory = publication.path(checked.targets[job.side])
+                    path = directory / job.rank.dirname / FILE_NAME
+                    path.parent.mkdir()
+                    futures.append(pool.submit(_write, job, path, checked.plan, options, wrote))
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            finally:
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+        publication.commit()
+
+
+def _write(
+    job: Job, path: Path, plan: Plan, options: Options, wrote: Callable[[int], object]
+) -> None:
+    files = read_shard(job.paths, plan, options.read)
+    state = _new_file(job, plan, files, options)
+    records = {at: record for file in files.values() for at, record in file.records.items()}
+    try:
+        torch_file.write(path, state, records, wrote)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error
+
+
+def _new_file(job: Job, plan: Plan, files: ShardFiles, options: Options) -> dict[str, Any]:
+    chunks = [_new_chunk(move, plan, files) for move in job.moves]
+    return rank_file.put_together(chunks, job.sizes, with_optimizer=not options.drop_optimizer)
+
+
+def _new_chunk(move: Move, plan: Plan, files: ShardFiles) -> rank_file.NewChunk:
+    if move.empty:
+        return rank_file.NewChunk({}, [], {}, [])
+    pieces = [(piece, files[piece.source.side, piece.source.rank]) for piece in move.pieces]
+    if move.whole:
+        piece, file = pieces[0]
+        return rank_file.whole_chunk(file, piece.source.chunk)
+    anyone = next(iter(files.values()))  # stands for an end that this chunk doesn't need
+    first, last = (
+        (end.chunk, files.get((end.side, end.rank), anyone))
+        for end in (plan.sources[0], plan.sources[-1])
+    )
+    return rank_file.assembled_chunk(move, pieces, first, last)
+
+
+def _look_at_sources(conversion: Conversion, options: Options) -> dict[str, Side]:
+    sides: dict[str, Side] = {}
+    iteration: int | str | None = options.iteration
+    for name, root in conversion.sources.items():  # the edge comes first and sets the iteration
+        directory = find_directory(root, iteration)
+        sides[name] = look_at(name, directory, options.map)
+        iteration = _iteration(directory.name)
+    return sides
+
+
+def _iteration(name: str) -> int | str:
+    iteration = parse_iteration_dirname(name)
+    return RELEASE if iteration is None else iteration
+
+
+def _make_way(
+    targets: Mapping[str, Path], trackers: Mapping[Path, str], options: Options
+) -> list[Path]:
+    """Outputs that exist and are to be replaced; what a killed run left is brought to an end."""
     finished = not options.dry_run and recover(list(targets.values()), trackers)
     replaced = []
     for target in targets.values():
@@ -111,191 +251,20 @@ def prepare(request: Request, options: Options) -> Prepared:
         elif os.path.lexists(target):
             refuse_irreplaceable(target)
             replaced.append(target)
-    jobs = make_jobs(surveys, plan)
-    _refuse_to_replace_sources(jobs, replaced)
-    refuse_other_files(
-        sorted({path for job in jobs for path in job.files.values()}), options.drop_optimizer
-    )
-    size, without_args = 0, 0
-    added: dict[str, set[Path]] = {}
-    same_model = SameModel()
-    for job in jobs:
-        ranks, _ = read_ranks(job, options)
-        for (side, stage), rank in ranks.items():
-            place = stage, job.rank.tp, job.rank.ep or 0
-            same_model.check(rank, place, side, job.layout.tensor_size)
-            for key in rank.added:
-                added.setdefault(key, set()).add(rank.path)
-        state = build(job, plan, options, ranks)
-        size += _size(state)
-        without_args += state.get('args') is None
-    same_model.finish()
-    notes = []
-    if (note := prediction_note(surveys, plan)) is not None:
-        notes.append(note)
-    if without_args:
-        notes.append(f'{without_args} of {len(jobs)} files have no `args`, and get none')
-    for key, lacking in added.items():
-        of = f'{len(lacking)} files have no `{key}`'
-        notes.append(f'{of}; the outputs get what Megatron expects there')
-    if options.drop_optimizer:
-        notes.append('the outputs have no optimizer state; load them with --no-load-optim')
-    return Prepared(surveys, plan, jobs, targets, trackers, size, notes, replaced)
+    return replaced
 
 
-def execute(prepared: Prepared, options: Options) -> None:
-    """Write every rank file and publish all outputs together.
-
-    Args:
-        prepared: as ``prepare`` returns it
-        options: as given to ``prepare``
-
-    Raises:
-        CheckpointError: a file can't be read or written any more; nothing is published then
-    """
-    stop = threading.Event()
-    workers = min(len(prepared.jobs), options.workers or os.cpu_count() or 1)
-    with (
-        Publication(
-            list(prepared.targets.values()), prepared.trackers, overwrite=options.overwrite
-        ) as publication,
-        progress_bar(prepared.bytes, 'writing', unit='B') as progress,
-    ):
-
-        def wrote(count: int) -> None:
-            if stop.is_set():
-                raise CheckpointError('stopped')
-            progress.update(count)
-
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                futures = []
-                for job in prepared.jobs:
-                    directory = publication.path(prepared.targets[job.side])
-                    path = directory / job.rank.dirname / FILE_NAME
-                    path.parent.mkdir()
-                    futures.append(pool.submit(_write, job, path, prepared.plan, options, wrote))
-                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-            finally:
-                stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-        publication.commit()
-
-
-_loading = threading.Lock()  # torch's safe globals are one list for all threads
-
-
-Ranks = dict[tuple[str, int], OldRank]
-
-
-def read_ranks(job: Job, options: Options) -> tuple[Ranks, torch_file.Records]:
-    """The source files of a job, taken apart, and where their storages lie.
-
-    Raises:
-        CheckpointError: one can't be read, or isn't a rank's
-    """
-    ranks: Ranks = {}
-    records: dict[tuple[int, int], torch_file.Record] = {}
-    for home, path in job.files.items():
-        with _loading:
-            mapped = torch_file.read(path, options.trust)
-        check_iteration(path, mapped.state, path.parent.parent)
-        ranks[home] = rank_file.take_apart(path, mapped.state, not options.drop_optimizer)
-        records |= mapped.records
-    return ranks, records
-
-
-def build(job: Job, plan: Plan, options: Options, ranks: Ranks) -> dict[str, Any]:
-    """The content of a new rank file.
-
-    Raises:
-        CheckpointError: the sources don't fit together
-    """
-    check_chunks(plan, ranks)
-    chunks = [_new_chunk(move, plan, ranks) for move in job.moves]
-    return rank_file.put_together(chunks, job.layout, not options.drop_optimizer)
-
-
-def _new_chunk(move: Move, plan: Plan, ranks: Ranks) -> rank_file.NewChunk:
-    def rank_of(chunk: ChunkId) -> OldRank:
-        return ranks[chunk.side, chunk.rank]
-
-    if move.empty:
-        return rank_file.NewChunk({}, [], {}, [])
-    if move.whole:
-        source = move.pieces[0].source
-        return rank_file.whole_chunk(rank_of(source), source.chunk)
-    anyone = next(iter(ranks.values()))  # stands for an end that this chunk doesn't need
-    first, last = (
-        (end.chunk, ranks.get((end.side, end.rank), anyone))
-        for end in (plan.sources[0], plan.sources[-1])
-    )
-    return rank_file.assembled_chunk(
-        move, [(piece, rank_of(piece.source)) for piece in move.pieces], first, last
-    )
-
-
-def check_chunks(plan: Plan, ranks: Ranks) -> None:
-    """Refuse files of a shard that lack what the plan was made from, or what their place has.
-
-    Raises:
-        CheckpointError: a chunk is missing, or has other layers or another stage's keys
-    """
-    planned: dict[ChunkId, int] = {}
-    for move in plan.moves:
-        for piece in move.pieces:
-            planned[piece.source] = max(planned.get(piece.source, 0), piece.last)
-    last_filled = max((i for i, chunk in enumerate(plan.sources) if planned.get(chunk)), default=0)
-    for index, chunk in enumerate(plan.sources):
-        rank = ranks.get((chunk.side, chunk.rank))
-        if rank is None:
-            continue
-        if chunk.chunk not in rank.chunks:
-            raise CheckpointError(
-                f'{rank.path}: key `{chunk.key}` is missing, which other ranks of its stage have'
-            )
-        found = rank_file.model_state.count_layers(rank.chunks[chunk.chunk], str(rank.path))
-        if found != planned.get(chunk, 0):
-            raise CheckpointError(
-                f'{rank.path}, key `{chunk.key}`: holds {found} layers, expected '
-                f'{planned.get(chunk, 0)} as in the other ranks of its stage'
-            )
-        is_first, is_last = index == 0, index == len(plan.sources) - 1
-        if any(not move.whole for move in plan.moves):
-            refuse_stray_keys(chunk.chunk, rank, is_first, is_last)
-        refuse_misplaced(
-            chunk.chunk,
-            rank,
-            is_first=is_first,
-            is_last=is_last,
-            layers_follow=index < last_filled,
-        )
-
-
-def _survey(request: Request, options: Options) -> dict[str, SideSurvey]:
-    surveys: dict[str, SideSurvey] = {}
-    iteration: int | str | None = options.iteration
-    for side, root in request.sources.items():  # the edge comes first and sets the iteration
-        surveys[side] = survey(side, root, iteration, options.trust)
-        name = surveys[side].source.directory.name
-        found = parse_iteration_dirname(name)
-        iteration = RELEASE if found is None else found
-    return surveys
-
-
-def _refuse_same_roots(request: Request) -> None:
-    outputs = {side: _resolved(root) for side, root in request.outputs.items()}
-    for root in request.outputs.values():
+def _refuse_same_roots(conversion: Conversion) -> None:
+    outputs = {side: _resolved(root) for side, root in conversion.outputs.items()}
+    for root in conversion.outputs.values():
         refuse_unreachable(root.absolute())
         refuse_tracker_directory(root)
     if len(set(outputs.values())) < len(outputs):
         raise CheckpointError(
-            f'{request.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
+            f'{conversion.outputs["edge"]}: both --save-dir-edge and --save-dir-cloud; name two '
             'directories'
         )
-    for source in {split_path(path)[0] for path in request.sources.values()}:
+    for source in {split_path(path)[0] for path in conversion.sources.values()}:
         if _resolved(source) in outputs.values():
             raise CheckpointError(f'{source}: both source and output; name another output')
         for output in outputs.values():
@@ -309,10 +278,10 @@ def _refuse_same_roots(request: Request) -> None:
                 )
 
 
-def _refuse_to_replace_sources(jobs: Sequence[Job], replaced: Sequence[Path]) -> None:
+def _refuse_to_replace_sources(paths: Sequence[Path], replaced: Sequence[Path]) -> None:
     """Links may lead from a source to what is to be replaced."""
     for target in map(real_path, replaced):
-        for path in (path for job in jobs for path in job.files.values()):
+        for path in paths:
             if real_path(path).is_relative_to(target):
                 raise CheckpointError(
                     f'{target}: holds {path}, which is to be converted; name another output'
@@ -337,18 +306,3 @@ def _in_an_iteration(path: Path, root: Path) -> bool:
         return False
     within = path.relative_to(root).parts[0]
     return within == RELEASE or parse_iteration_dirname(within) is not None
-
-
-def _size(state: dict[str, Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in torch_file.tensors(state))
-
-
-def _write(
-    job: Job, path: Path, plan: Plan, options: Options, wrote: Callable[[int], object]
-) -> None:
-    ranks, records = read_ranks(job, options)
-    state = build(job, plan, options, ranks)
-    try:
-        torch_file.write(path, state, records, wrote)
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be written: {error.strerror or error}") from error

@@ -1,13 +1,12 @@
 """Which rank files a plan makes, and of what."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .discover import RankId
 from .layout import ChunkId, Move, Plan
-from .rank_args import Layout
-from .survey import SideSurvey, require_shards
+from .rank_args import ParallelSizes
+from .sources import RankId, ShardRank, Side
 
 
 @dataclass(frozen=True)
@@ -18,85 +17,65 @@ class Job:
         side: output side
         rank: the file's ranks
         moves: what its chunks are made of
-        layout: sizes of the output
-        files: source file of each (side, pipeline rank) that it needs
+        sizes: of the output
+        source: side and shard that its sources are of
+        paths: source file of each (side, pipeline rank) that it needs
     """
 
     side: str
     rank: RankId
     moves: Sequence[Move]
-    layout: Layout
-    files: dict[tuple[str, int], Path]
+    sizes: ParallelSizes
+    source: tuple[str, ShardRank]
+    paths: dict[tuple[str, int], Path]
 
 
-def make_jobs(surveys: dict[str, SideSurvey], plan: Plan) -> list[Job]:
+def make_jobs(
+    sides: Mapping[str, Side],
+    plan: Plan,
+    shards: Mapping[tuple[str, ShardRank], Mapping[tuple[str, int], Path]],
+) -> list[Job]:
     """The rank files that a plan makes, each with the sizes of its output.
 
-    Raises:
-        CheckpointError: stages of one side have different tensor or expert ranks, or lack some
+    Args:
+        sides: the sources
+        plan: which chunk goes where
+        shards: the sources' files, as ``sources.shard_paths`` returns them
     """
-    used: dict[str, set[int]] = {}
-    for chunk in plan.sources:
-        used.setdefault(chunk.side, set()).add(chunk.rank)
-    largest = max(side.tensor_size for side in surveys.values())
-    shards = {side: require_shards(surveys[side], ranks, largest) for side, ranks in used.items()}
-    sizes = {side: len({tp for tp, _ in found}) for side, found in shards.items()}
+    tensor = {name: len({tp for other, (tp, _) in shards if other == name}) for name in sides}
     ranks = plan.ranks()
-    ends = [plan.sources[0], plan.sources[-1]]
-    resplit = plan.layers() != [
-        surveys[chunk.side].stages[chunk.rank].layers[chunk.chunk] for chunk in plan.sources
-    ]
-    predicts = _predicting(surveys)
+    source_of = {target: _source_side(moves, plan) for target, moves in ranks.items()}
+    resplit = plan.layers() != [sides[chunk.side].layers(chunk) for chunk in plan.sources]
+    predicts = _predicting(sides)
     jobs = []
     for (side, rank), moves in ranks.items():
-        output = plan.outputs[side]
-        sources = [piece.source for move in moves for piece in move.pieces]
-        if not all(move.whole for move in moves):
-            sources += [end for end, needed in zip(ends, _ends(moves), strict=True) if needed]
-        home = sources[0].side if sources else ends[0].side
+        output, source = plan.outputs[side], source_of[side, rank]
+        stages = range(output.pipeline_size)
+        tensor_ranks = [tensor[source_of.get((side, stage), source)] for stage in stages]
         own = [move for move in plan.moves if move.target.side == side and not move.empty]
-        present = {r: sizes[_home(m, home)] for (s, r), m in ranks.items() if s == side}
-        layout = Layout(
-            tensor_size=sizes[home],
-            pipeline_size=output.pipeline_size,
-            virtual_size=output.virtual_size,
-            model_parallel_ranks=sum(
-                present.get(r, sizes[home]) for r in range(output.pipeline_size)
-            ),
+        sizes = ParallelSizes(
+            tensor=tensor[source],
+            pipeline=output.pipeline_size,
+            virtual=output.virtual_size,
+            tensor_ranks=sum(tensor_ranks),
+            tensor_ranks_before=sum(tensor_ranks[:rank]),
             layers=[move.layers for move in own],
             complete=len(plan.outputs) == 1,
             resplit=resplit,
-            ranks_before=sum(present.get(r, sizes[home]) for r in range(rank)),
             prediction=next((i for i, move in enumerate(own) if _takes(move, predicts)), None),
         )
-        for tp, ep in shards[home]:
-            jobs.append(
-                Job(
-                    side,
-                    RankId(tp, rank if output.has_pipeline else None, ep),
-                    moves,
-                    layout,
-                    {
-                        (chunk.side, chunk.rank): surveys[home].source.files[chunk.rank, tp, ep]
-                        for chunk in sources
-                    },
-                )
-            )
+        needed = _needed(moves, plan)
+        for (name, (tp, ep)), paths in shards.items():
+            if name == source:
+                target = RankId(tp, rank if output.has_pipeline else None, ep)
+                of_job = {home: paths[home] for home in needed}
+                jobs.append(Job(side, target, moves, sizes, (name, (tp, ep)), of_job))
     return jobs
 
 
-def _predicting(surveys: dict[str, SideSurvey]) -> set[ChunkId]:
-    return {
-        ChunkId(side, rank, number)
-        for side, survey in surveys.items()
-        for rank, stage in survey.stages.items()
-        for number in stage.predicts
-    }
-
-
-def prediction_note(surveys: dict[str, SideSurvey], plan: Plan) -> str | None:
+def prediction_note(sides: Mapping[str, Side], plan: Plan) -> str | None:
     """What to say where Megatron doesn't run multi-token prediction."""
-    predicts = _predicting(surveys)
+    predicts = _predicting(sides)
     for target in (move.target for move in plan.moves if _takes(move, predicts)):
         chunks = plan.outputs[target.side].virtual_size
         if not target.side and chunks and (target.rank == 0 or target.chunk != chunks - 1):
@@ -107,20 +86,36 @@ def prediction_note(surveys: dict[str, SideSurvey], plan: Plan) -> str | None:
     return None
 
 
+def _predicting(sides: Mapping[str, Side]) -> set[ChunkId]:
+    return {
+        ChunkId(name, rank, number)
+        for name, side in sides.items()
+        for rank, stage in side.stages.items()
+        for number in stage.predicts
+    }
+
+
 def _takes(move: Move, chunks: Collection[ChunkId]) -> bool:
     """Whether a new chunk is one of the given old ones as it is."""
     return move.whole and any(piece.source in chunks for piece in move.pieces)
 
 
-def _home(moves: Sequence[Move], default: str) -> str:
-    return next((piece.source.side for move in moves for piece in move.pieces), default)
+def _source_side(moves: Sequence[Move], plan: Plan) -> str:
+    chunks = (piece.source for move in moves for piece in move.pieces)
+    return next(chunks, plan.sources[0]).side
 
 
-def _ends(moves: Sequence[Move]) -> tuple[bool, bool]:
-    """Whether a rank needs the old first and the old last chunk.
+def _needed(moves: Sequence[Move], plan: Plan) -> dict[tuple[str, int], None]:
+    """The (side, pipeline rank) of each source of a new rank, in order.
 
     The last new chunk may need a copy of the embedding; a chunk without layers gets what a stage
     has for itself from the first.
     """
-    last = any(move.is_last for move in moves)
-    return last or any(move.is_first or not move.pieces for move in moves), last
+    chunks = [piece.source for move in moves for piece in move.pieces]
+    new = [move for move in moves if not move.whole]
+    last = any(move.is_last for move in new)
+    if last or any(move.is_first or not move.pieces for move in new):
+        chunks.append(plan.sources[0])
+    if last:
+        chunks.append(plan.sources[-1])
+    return dict.fromkeys((chunk.side, chunk.rank) for chunk in chunks)

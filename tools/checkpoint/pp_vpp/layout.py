@@ -23,7 +23,12 @@ class ChunkId:
     @property
     def key(self) -> str:
         """The chunk's key in its file: ``model``, or ``model<chunk>``."""
-        return 'model' if self.chunk is None else f'model{self.chunk}'
+        return chunk_key(self.chunk)
+
+
+def chunk_key(number: int | None) -> str:
+    """Key of a chunk in its file: ``model`` for None, else ``model<number>``."""
+    return 'model' if number is None else f'model{number}'
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ half-precision parameters); each alone or in the list that ``ChainedOptimizer`` 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -59,24 +59,44 @@ class Slot:
     master: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
+class Part:
+    """One optimizer of a rank.
+
+    Attributes:
+        inner: key of what surrounds ``state`` and ``param_groups``; None where nothing does
+        masters_key: key of the fp32 masters; None without
+        others: what stands beside both (the gradient scaler)
+        groups: the headers
+        slots: per group, the parameters in order
+        masters: per group, the masters in order; None without
+    """
+
+    inner: str | None
+    masters_key: str | None
+    others: Mapping[str, Any]
+    groups: Sequence[Group]
+    slots: Sequence[Sequence[Slot]] = ()
+    masters: Sequence[Sequence[torch.Tensor]] | None = None
+
+
+@dataclass(frozen=True)
 class RankOptimizer:
     """Optimizer state of one rank file, before its parameters have names.
 
     Attributes:
         chained: whether the file holds a list (or dict) of optimizers
-        wrappers: per optimizer, what surrounds ``state`` and ``param_groups``: key of the inner
-            optimizer, key of the masters, and other entries (the gradient scaler)
-        groups: per optimizer, the headers
-        slots: per optimizer and group, the parameters in order
-        masters: per optimizer and group, the masters in order; None without masters
+        parts: the optimizers
     """
 
     chained: bool
-    wrappers: list[dict[str, Any]] = field(default_factory=list)
-    groups: list[list[Group]] = field(default_factory=list)
-    slots: list[list[list[Slot]]] = field(default_factory=list)
-    masters: list[list[list[torch.Tensor]] | None] = field(default_factory=list)
+    parts: Sequence[Part]
+
+    def members(self) -> list[tuple[Group, Sequence[Slot]]]:
+        """Every group with its parameters in order."""
+        return [
+            member for part in self.parts for member in zip(part.groups, part.slots, strict=True)
+        ]
 
 
 def parse(state: Any, where: str) -> RankOptimizer:
@@ -91,52 +111,50 @@ def parse(state: Any, where: str) -> RankOptimizer:
     """
     if isinstance(state, Mapping) and state and all(isinstance(key, int) for key in state):
         state = [state[key] for key in sorted(state)]
-    chained = isinstance(state, list)
-    rank = RankOptimizer(chained)
-    for index, part in enumerate(state if chained else [state]):
-        _parse_one(rank, index, part, f'{where}[{index}]' if chained else where)
-    return rank
+    if not isinstance(state, list):
+        return RankOptimizer(False, [_parse_one(0, state, where)])
+    return RankOptimizer(True, [_parse_one(i, s, f'{where}[{i}]') for i, s in enumerate(state)])
 
 
-def _parse_one(rank: RankOptimizer, index: int, part: Any, where: str) -> None:
+def _parse_one(index: int, part: Any, where: str) -> Part:
     if not isinstance(part, Mapping):
         raise _unknown(where, type(part).__name__)
-    inner_key = next((key for key in _INNER if key in part), None)
     if 'param_state' in part or 'param_state_sharding_type' in part:
         raise CheckpointError(
             f'{where}: written by the distributed optimizer, whose state is laid out by rank and '
             f"can't be carried; {WAY_OUT}"
         )
+    inner_key = next((key for key in _INNER if key in part), None)
     masters_key = next((key for key in _MASTERS if key in part), None)
-    wrapper: dict[str, Any] = {'inner': inner_key, 'masters': masters_key, 'others': {}}
-    inner, masters = part, None
-    if inner_key is not None:
-        if masters_key is None:
-            raise CheckpointError(
-                f'{where}: has `{inner_key}` but no {_MASTERS[0]}, as the distributed optimizer '
-                f"writes it; its state is laid out by rank and can't be carried; {WAY_OUT}"
-            )
-        inner, masters = part[inner_key], part[masters_key]
-        others = {key: part[key] for key in part if key not in (inner_key, masters_key)}
-        unknown = [key for key in others if key != 'grad_scaler']
-        if unknown:
-            raise _unknown(where, f'key {unknown[0]}')
-        wrapper['others'] = others
+    if inner_key is None:
+        groups, slots = _parse_groups(index, part, where)
+        return Part(None, None, {}, groups, slots)
+    if masters_key is None:
+        raise CheckpointError(
+            f'{where}: has `{inner_key}` but no {_MASTERS[0]}, as the distributed optimizer '
+            f"writes it; its state is laid out by rank and can't be carried; {WAY_OUT}"
+        )
+    others = {key: part[key] for key in part if key not in (inner_key, masters_key)}
+    if unknown := [key for key in others if key != 'grad_scaler']:
+        raise _unknown(where, f'key {unknown[0]}')
+    groups, slots = _parse_groups(index, part[inner_key], where)
+    masters = part[masters_key]
+    if not isinstance(masters, list) or len(masters) != len(groups):
+        raise _unknown(where, f'{masters_key} without one list for each of {len(groups)} groups')
+    slots = [
+        # shapes that the state doesn't tell, where every parameter has a master
+        [replace(s, shape=s.shape or m.shape) for s, m in zip(group, copies, strict=True)]
+        if len(group) == len(copies)
+        else group
+        for group, copies in zip(slots, masters, strict=True)
+    ]
+    return Part(inner_key, masters_key, others, groups, slots, masters)
+
+
+def _parse_groups(index: int, inner: Any, where: str) -> tuple[list[Group], list[list[Slot]]]:
     if not isinstance(inner, Mapping) or set(inner) != {'state', 'param_groups'}:
         found = ', '.join(map(str, inner)) if isinstance(inner, Mapping) else type(inner).__name__
         raise _unknown(where, f'keys {found}')
-    groups, slots = _parse_groups(index, inner, where)
-    if masters is not None and (not isinstance(masters, list) or len(masters) != len(groups)):
-        raise _unknown(where, f'{masters_key} without one list for each of {len(groups)} groups')
-    rank.wrappers.append(wrapper)
-    rank.groups.append(groups)
-    rank.slots.append(_shapes_from_masters(slots, masters))
-    rank.masters.append(masters)
-
-
-def _parse_groups(
-    index: int, inner: Mapping[str, Any], where: str
-) -> tuple[list[Group], list[list[Slot]]]:
     state = inner['state']
     groups: list[Group] = []
     slots: list[list[Slot]] = []
@@ -174,23 +192,6 @@ def _shape(values: Any, where: str) -> torch.Size | None:
     return shapes.pop() if shapes else None
 
 
-def _shapes_from_masters(
-    slots: list[list[Slot]], masters: list[list[torch.Tensor]] | None
-) -> list[list[Slot]]:
-    """Fill in shapes that the state doesn't tell, where every parameter has a master."""
-    if masters is None:
-        return slots
-    return [
-        [
-            replace(slot, shape=slot.shape or master.shape)
-            for slot, master in zip(group, copies, strict=True)
-        ]
-        if len(group) == len(copies)
-        else group
-        for group, copies in zip(slots, masters, strict=True)
-    ]
-
-
 def assign_masters(
     rank: RankOptimizer, named: Sequence[tuple[torch.Tensor, Slot]], where: str
 ) -> list[Slot]:
@@ -208,7 +209,7 @@ def assign_masters(
         CheckpointError: number or shapes of the masters don't fit
     """
     iterators = [
-        None if masters is None else [iter(group) for group in masters] for masters in rank.masters
+        None if part.masters is None else list(map(iter, part.masters)) for part in rank.parts
     ]
     result = []
     for tensor, slot in named:
@@ -248,29 +249,31 @@ def join_headers(ranks: Sequence[tuple[str, RankOptimizer]]) -> RankOptimizer:
     """
     first_name, first = ranks[0]
     for name, other in ranks[1:]:
-        for what, one, two in _frames(first, other):
-            if not equal(one, two):
+        other_frame = _frame(other)
+        for what, expected in _frame(first).items():
+            if not equal(other_frame[what], expected):
                 raise CheckpointError(
-                    f'{name}: {what} is {_short(two)}, expected {_short(one)} as in '
-                    f"{first_name}; stages with different optimizer settings can't share a "
+                    f'{name}: {what} is {_short(other_frame[what])}, expected {_short(expected)} '
+                    f"as in {first_name}; stages with different optimizer settings can't share a "
                     f'rank; {WAY_OUT}'
                 )
-    groups: list[list[Group]] = []
-    for index in range(len(first.groups)):
-        groups.append([])
-        for number in range(len(first.groups[index])):
-            headers = [(name, rank.groups[index][number]) for name, rank in ranks]
-            groups[-1].append(_join_group(headers))
-    return RankOptimizer(first.chained, first.wrappers, groups)
+    parts = []
+    for i, part in enumerate(first.parts):
+        same = [
+            [(name, rank.parts[i].groups[g]) for name, rank in ranks]
+            for g in range(len(part.groups))
+        ]
+        parts.append(replace(part, groups=list(map(_join_group, same))))
+    return RankOptimizer(first.chained, parts)
 
 
-def _frames(one: RankOptimizer, other: RankOptimizer) -> list[tuple[str, Any, Any]]:
-    return [
-        ('whether the optimizer is a chain', one.chained, other.chained),
-        ('number of optimizers', len(one.groups), len(other.groups)),
-        ('numbers of parameter groups', list(map(len, one.groups)), list(map(len, other.groups))),
-        ('layout of the optimizer', one.wrappers, other.wrappers),
-    ]
+def _frame(rank: RankOptimizer) -> dict[str, Any]:
+    return {
+        'whether the optimizer is a chain': rank.chained,
+        'number of optimizers': len(rank.parts),
+        'numbers of parameter groups': [len(part.groups) for part in rank.parts],
+        'layout of the optimizer': [[p.inner, p.masters_key, p.others] for p in rank.parts],
+    }
 
 
 def _join_group(headers: Sequence[tuple[str, Group]]) -> Group:
@@ -299,18 +302,18 @@ def build(frame: RankOptimizer, slots: Sequence[Slot]) -> Any:
         slots: optimizer state of every parameter of the rank, in model order, chunk after chunk
     """
     parts = [
-        _build_one(wrapper, groups, [slot for slot in slots if slot.optimizer == index])
-        for index, (wrapper, groups) in enumerate(zip(frame.wrappers, frame.groups, strict=True))
+        _build_one(part, [slot for slot in slots if slot.optimizer == index])
+        for index, part in enumerate(frame.parts)
     ]
     return parts if frame.chained else parts[0]
 
 
-def _build_one(wrapper: dict[str, Any], groups: Sequence[Group], slots: Sequence[Slot]) -> Any:
+def _build_one(part: Part, slots: Sequence[Slot]) -> Any:
     state: dict[int, Any] = {}
     param_groups, masters, param_id = [], [], 0
-    for group in groups:
+    for group in part.groups:
         members = [slot for slot in slots if slot.group == group.number]
-        ids = list(range(param_id, param_id + len(members)))
+        ids = range(param_id, param_id + len(members))
         param_id += len(members)
         state |= {
             i: slot.state for i, slot in zip(ids, members, strict=True) if slot.state is not None
@@ -318,28 +321,33 @@ def _build_one(wrapper: dict[str, Any], groups: Sequence[Group], slots: Sequence
         fields = dict(group.fields)
         if not members:
             fields.pop('step', None)  # as FusedAdam leaves a group that it never steps
-        param_groups.append({**fields, 'params': ids})
+        param_groups.append({**fields, 'params': list(ids)})
         masters.append([slot.master for slot in members if slot.master is not None])
     inner = {'state': state, 'param_groups': param_groups}
-    if wrapper['inner'] is None:
+    if part.inner is None:
         return inner
-    return {wrapper['inner']: inner, **wrapper['others'], wrapper['masters']: masters}
+    return {part.inner: inner, **part.others, part.masters_key: masters}
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Equal values, tensors and containers of tensors included."""
+    """Equal values; tensors, also in containers, bit for bit, NaNs and signed zeros included."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return (
             isinstance(one, torch.Tensor)
             and isinstance(other, torch.Tensor)
             and one.dtype == other.dtype
-            and torch.equal(one, other)
+            and one.shape == other.shape
+            and torch.equal(_bits(one), _bits(other))
         )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and bool(numpy.all(one == other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _short(value: Any) -> str:

@@ -12,35 +12,35 @@ from .rank_order import global_rank
 _REPLICATION = ('context_parallel_size', 'gtp_weight_remat_size')
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of one output, for one of its files.
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """Sizes of an output, for one of its rank files.
 
     Attributes:
-        tensor_size: tensor-parallel size of the file's stage
-        pipeline_size: pipeline ranks
-        virtual_size: chunks of each rank; None without
-        model_parallel_ranks: tensor ranks of all stages together
+        tensor: tensor-parallel size of the file's stage
+        pipeline: pipeline ranks
+        virtual: chunks of each rank; None without
+        tensor_ranks: tensor ranks of all stages together
+        tensor_ranks_before: those of the stages before the file's
         layers: layers of each chunk of the output in pipeline order
         complete: the output holds the whole model, not one side of it
         resplit: some layers stand in another chunk than before
-        ranks_before: tensor ranks of the stages before the file's
         prediction: which of those chunks has multi-token prediction; None for the last
     """
 
-    tensor_size: int
-    pipeline_size: int
-    virtual_size: int | None
-    model_parallel_ranks: int
+    tensor: int
+    pipeline: int
+    virtual: int | None
+    tensor_ranks: int
+    tensor_ranks_before: int = 0
     layers: Sequence[int]
     complete: bool
     resplit: bool = False
-    ranks_before: int = 0
     prediction: int | None = None
 
 
-def rewrite(args: Any, layout: Layout) -> Any:
-    """A copy of ``args`` that agrees with ``layout``.
+def rewrite(args: Any, sizes: ParallelSizes) -> Any:
+    """A copy of ``args`` that agrees with ``sizes``.
 
     Fields that ``args`` doesn't have are not added, but for the three parallel sizes. Where the
     sizes already are those of the layout and each chunk keeps its layers nothing changes, so that
@@ -52,28 +52,28 @@ def rewrite(args: Any, layout: Layout) -> Any:
     if args is None:
         return None
     new = copy.copy(args)
-    sizes = {
-        'tensor_model_parallel_size': layout.tensor_size,
-        'pipeline_model_parallel_size': layout.pipeline_size,
-        'virtual_pipeline_model_parallel_size': layout.virtual_size,
+    fields = {
+        'tensor_model_parallel_size': sizes.tensor,
+        'pipeline_model_parallel_size': sizes.pipeline,
+        'virtual_pipeline_model_parallel_size': sizes.virtual,
     }
-    same_sizes = all(getattr(args, name, None) == size for name, size in sizes.items())
-    world_size, rank = _world_size(args, layout), _rank(args, layout)
-    for name, size in sizes.items():
+    same_sizes = all(getattr(args, name, None) == size for name, size in fields.items())
+    world_size, rank = _world_size(args, sizes), _rank(args, sizes)
+    for name, size in fields.items():
         setattr(new, name, size)
-    _set(new, 'transformer_pipeline_model_parallel_size', layout.pipeline_size)
+    _set(new, 'transformer_pipeline_model_parallel_size', sizes.pipeline)
     if world_size is not None:
         _set(new, 'world_size', world_size)
         if getattr(args, 'inprocess_active_world_size', None) == getattr(args, 'world_size', None):
             _set(new, 'inprocess_active_world_size', world_size)
     if rank is not None:
         new.rank = rank
-    if layout.resplit or not same_sizes:
-        _set_stages(new, layout)
+    if sizes.resplit or not same_sizes:
+        _set_stages(new, sizes)
     return new
 
 
-def _world_size(args: Any, layout: Layout) -> int | None:
+def _world_size(args: Any, sizes: ParallelSizes) -> int | None:
     """Ranks of the new layout, with as much data and context parallelism as before."""
     old = _size(args, 'world_size')
     if not old:
@@ -87,7 +87,7 @@ def _world_size(args: Any, layout: Layout) -> int | None:
             number_in(args, 'pipeline_model_parallel_size') or 1
         )
         copies = max(1, old // before)
-    return copies * layout.model_parallel_ranks
+    return copies * sizes.tensor_ranks
 
 
 def _size(args: Any, name: str) -> int | None:
@@ -97,17 +97,17 @@ def _size(args: Any, name: str) -> int | None:
     return size
 
 
-def _rank(args: Any, layout: Layout) -> int | None:
+def _rank(args: Any, sizes: ParallelSizes) -> int | None:
     """The rank that saves such a file in a run of the new layout."""
     old = global_rank(args)
-    if old is None or number_in(args, 'tensor_model_parallel_size') != layout.tensor_size:
+    if old is None or number_in(args, 'tensor_model_parallel_size') != sizes.tensor:
         return None  # stages have tensor sizes of their own: ranks aren't numbered evenly
-    copies = old.stage_size // layout.tensor_size
-    before = old.replica * layout.model_parallel_ranks + layout.ranks_before
+    copies = old.stage_size // sizes.tensor
+    before = old.replica * sizes.tensor_ranks + sizes.tensor_ranks_before
     return copies * before + old.within
 
 
-def _set_stages(args: Any, layout: Layout) -> None:
+def _set_stages(args: Any, sizes: ParallelSizes) -> None:
     """How layers are dealt out: evenly by the sizes alone, or by an explicit stage layout."""
     for name in (
         'num_layers_per_virtual_pipeline_stage',
@@ -119,17 +119,17 @@ def _set_stages(args: Any, layout: Layout) -> None:
         _set(args, name, None)
     for name in ('account_for_embedding_in_pipeline_split', 'account_for_loss_in_pipeline_split'):
         _set(args, name, False)
-    even = len(set(layout.layers)) == 1
+    even = len(set(sizes.layers)) == 1
     pattern = getattr(args, 'hybrid_layer_pattern', None)
     if pattern:
-        if layout.complete:
-            args.hybrid_layer_pattern = split_pattern(pattern, layout.layers)
-    elif not even and layout.complete:
+        if sizes.complete:
+            args.hybrid_layer_pattern = split_pattern(pattern, sizes.layers)
+    elif not even and sizes.complete:
         mtp = number_in(args, 'mtp_num_layers') or 0
-        layers = stage_string(layout.layers, mtp, layout.prediction)
+        layers = stage_string(sizes.layers, mtp, sizes.prediction)
         _set(args, 'pipeline_model_parallel_layout', layers)
-    elif even and layout.virtual_size is not None:
-        _set(args, 'num_layers_per_virtual_pipeline_stage', layout.layers[0] or None)
+    elif even and sizes.virtual is not None:
+        _set(args, 'num_layers_per_virtual_pipeline_stage', sizes.layers[0] or None)
 
 
 def stage_string(layers: Sequence[int], mtp_layers: int = 0, prediction: int | None = None) -> str:

@@ -1,6 +1,5 @@
 """One rank file: taken apart into chunks with their optimizer state, and new ones put together."""
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,24 @@ from typing import Any
 from ..common.errors import CheckpointError, reading
 from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
-from . import edges, model_state, optimizer_state, param_match
-from .layout import Move, Piece, first_missing
+from . import edges, optimizer_state, param_match
+from .keys import chunk_numbers, count_layers, is_chunk, is_prediction, layer_of, renumber
+from .layout import Move, Piece, chunk_key
 from .optimizer_state import RankOptimizer, Slot
-from .rank_args import Layout, rewrite
+from .rank_args import ParallelSizes, rewrite
+from .torch_file import MappedFile, Records
 
 STAGE_STATES = 'pipeline_stage_states'
 
-_CHUNK = re.compile(r'model(\d+)?')
+_EXPECTED = 'rank file that Megatron wrote'
 _VERSION = 3.0  # of every model that has megatron-core's keys
+_NUMBERS = (
+    'pipeline_model_parallel_size',
+    'virtual_pipeline_model_parallel_size',
+    'tensor_model_parallel_size',
+    'expert_model_parallel_size',
+    'num_layers',
+)
 # What each stage has for itself and a rank with several chunks has room for only once.
 _OF_THE_STAGE = (
     'args',
@@ -33,29 +41,43 @@ _OF_THE_STAGE = (
 
 
 @dataclass(frozen=True)
-class OldRank:
+class RankFile:
     """What one source file holds.
 
     Attributes:
         path: the file
-        state: all of it
+        state: all of it, with keys that it lacks and whose values are known
+        added: those keys
         chunks: model state of each chunk by number; None is the number of plain ``model``
+        layers: number of layers of each chunk
         optimizer: frame of its optimizer; None without
         slots: optimizer state of each parameter by (chunk number, key)
-        added: keys that the file lacks, whose values are known
+        records: where the tensors' bytes lie
     """
 
     path: Path
     state: Mapping[str, Any]
+    added: Sequence[str]
     chunks: dict[int | None, Mapping[str, Any]]
+    layers: dict[int | None, int]
     optimizer: RankOptimizer | None
     slots: dict[tuple[int | None, str], Slot]
-    added: Sequence[str] = ()
+    records: Records
 
     @property
-    def stepped(self) -> bool | None:
-        """Whether its parameters have optimizer state: all have, or none; None without any."""
-        return next((slot.state is not None for slot in self.slots.values()), None)
+    def args(self) -> Any:
+        """The file's ``args``; None without."""
+        return self.state.get('args')
+
+    @property
+    def empty(self) -> list[int | None]:
+        """Numbers of the chunks that hold nothing."""
+        return [number for number, chunk in self.chunks.items() if not chunk]
+
+    @property
+    def predicts(self) -> list[int | None]:
+        """Numbers of the chunks with multi-token prediction."""
+        return [n for n, chunk in self.chunks.items() if any(map(is_prediction, chunk))]
 
     def stage_state(self, chunk: int | None) -> dict[str, Any]:
         """Entries that the stage of a chunk has for itself: as kept by a merge, or the rank's."""
@@ -74,76 +96,49 @@ class OldRank:
         return {key: self.state[key] for key in _OF_THE_STAGE if key in self.state}
 
 
-def chunk_numbers(path: Path, state: Mapping[str, Any]) -> list[int | None]:
-    """Numbers of a file's chunks: ``[None]`` for ``model``, else 0, 1, ….
-
-    Raises:
-        CheckpointError: no model, both forms, or a chunk missing in between
-    """
-    found = [_CHUNK.fullmatch(key) for key in state if isinstance(key, str)]
-    numbers = sorted(int(match.group(1)) for match in found if match and match.group(1))
-    plain = 'model' in state
-    if plain and numbers:
-        raise CheckpointError(
-            f'{path}: both `model` and `model{numbers[0]}`, expected one form; the file is damaged'
-        )
-    if not plain and not numbers:
-        raise CheckpointError(
-            f'{path}: key `model` is missing (found {", ".join(map(str, state)) or "nothing"}); '
-            'not a rank file of a model'
-        )
-    missing = first_missing(numbers)
-    if missing is not None:
-        raise CheckpointError(
-            f'{path}: key `model{missing}` is missing (found up to `model{numbers[-1]}`); the '
-            'file is damaged'
-        )
-    if len(set(numbers)) < len(numbers):
-        raise CheckpointError(f'{path}: two keys for one chunk (such as `model1` and `model01`)')
-    return [None] if plain else list(numbers)
-
-
-def take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> OldRank:
+def take_apart(mapped: MappedFile, *, with_optimizer: bool) -> RankFile:
     """Split a rank file's model and optimizer state into chunks.
 
     Args:
-        path: the file, for messages
-        state: what it holds
+        mapped: the file
         with_optimizer: look at the optimizer state too
 
     Raises:
         CheckpointError: a key is missing, or the optimizer state can't be told apart
     """
-    with reading(path, 'rank file that Megatron wrote'):
-        return _take_apart(path, state, with_optimizer)
+    with reading(mapped.path, _EXPECTED):
+        return _take_apart(mapped, with_optimizer)
 
 
-def _take_apart(path: Path, state: Mapping[str, Any], with_optimizer: bool) -> OldRank:
-    chunks = {
-        number: state['model' if number is None else f'model{number}']
-        for number in chunk_numbers(path, state)
-    }
-    for number, chunk in chunks.items():
-        model_state.count_layers(chunk, f'{path}, model{"" if number is None else number}')
+def _take_apart(mapped: MappedFile, with_optimizer: bool) -> RankFile:
+    path, state = mapped.path, mapped.state
+    for name in _NUMBERS:
+        value = getattr(state.get('args'), name, None)
+        if value is not None and whole(value) is None:
+            raise CheckpointError(
+                f'{path}: args.{name} is {value!r:.99}, expected a number; the file is damaged'
+            )
+    chunks = {number: state[chunk_key(number)] for number in chunk_numbers(state, path)}
+    layers = {n: count_layers(chunk, f'{path}, {chunk_key(n)}') for n, chunk in chunks.items()}
     known = _known(path, state)
-    added = [key for key in known if key not in state]
-    state = {**state, **known}
     optimizer, slots = None, {}
     if with_optimizer and state.get('optimizer') is not None:
         where = f'{path}, optimizer'
         optimizer = optimizer_state.parse(state['optimizer'], where)
         slots = _name_slots(chunks, optimizer, where)
-    return OldRank(path, state, chunks, optimizer, slots, added)
+    added = [key for key in known if key not in state]
+    return RankFile(
+        path, {**state, **known}, added, chunks, layers, optimizer, slots, mapped.records
+    )
 
 
 def _known(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron reads of every file, as it expects it; some tools leave it out."""
     known = {'checkpoint_version': state.get('checkpoint_version', _VERSION)}
-    number = parse_iteration_dirname(path.parent.parent.name)
-    iteration = state.get('iteration', number)
+    iteration = state.get('iteration', parse_iteration_dirname(path.parent.parent.name))
     if iteration is not None:  # `release` needs none
-        as_integer = whole(iteration)
-        known['iteration'] = iteration if as_integer is None else as_integer
+        number = whole(iteration)
+        known['iteration'] = iteration if number is None else number
     return known
 
 
@@ -152,16 +147,30 @@ def _name_slots(
 ) -> dict[tuple[int | None, str], Slot]:
     keys, tensors = [], []
     for number, chunk in chunks.items():
-        named = param_match.candidates(f'model{"" if number is None else number}', chunk)
+        named = param_match.candidates(chunk_key(number), chunk)
         tensors += named
         keys += [(number, tensor.name) for tensor in named]
-    groups = [
-        (group, slots)
-        for headers, members in zip(optimizer.groups, optimizer.slots, strict=True)
-        for group, slots in zip(headers, members, strict=True)
-    ]
-    _refuse_lost_state(tensors, groups, where)
-    matched = param_match.match(tensors, groups, where)
+    groups = optimizer.members()
+    slots = [slot for _, members in groups for slot in members]
+    lost = [slot for slot in slots if slot.state is None]
+    damaged = 0 < len(lost) < len(slots)  # after a step there is state of every parameter
+    try:
+        matched = param_match.match(tensors, groups, where)
+    except CheckpointError:  # without its state a parameter's shape may be unknown
+        if not damaged:
+            raise
+        matched = []
+    if damaged:
+        names = [
+            f'{tensor.chunk} {tensor.name}'
+            for tensor, slot in zip(tensors, matched, strict=False)
+            if slot is not None and slot.state is None
+        ]
+        raise CheckpointError(
+            f'{where}: no state of parameter {lost[0].number} '
+            f'({", ".join(names[:3]) or "no name"}), but of {len(slots) - len(lost)} others; the '
+            f'file is damaged; {optimizer_state.WAY_OUT}'
+        )
     trained = [
         (key, tensor.tensor, slot)
         for key, tensor, slot in zip(keys, tensors, matched, strict=True)
@@ -169,31 +178,6 @@ def _name_slots(
     ]
     full = optimizer_state.assign_masters(optimizer, [(t, slot) for _, t, slot in trained], where)
     return {key: slot for (key, _, _), slot in zip(trained, full, strict=True)}
-
-
-def _refuse_lost_state(
-    tensors: Sequence[param_match.NamedTensor],
-    groups: Sequence[tuple[optimizer_state.Group, Sequence[Slot]]],
-    where: str,
-) -> None:
-    """An optimizer that has taken a step has state of every parameter."""
-    slots = [slot for _, members in groups for slot in members]
-    lost = [slot for slot in slots if slot.state is None]
-    if not lost or len(lost) == len(slots):
-        return
-    try:
-        matched = param_match.match(tensors, groups, where)
-        names = [
-            f'{tensor.chunk} {tensor.name}'
-            for tensor, slot in zip(tensors, matched, strict=True)
-            if slot is not None and slot.state is None
-        ]
-    except CheckpointError:  # without its state a parameter's shape may be unknown
-        names = []
-    raise CheckpointError(
-        f'{where}: no state of parameter {lost[0].number} ({", ".join(names[:3]) or "no name"}), '
-        f'but of {len(slots) - len(lost)} others; the file is damaged; {optimizer_state.WAY_OUT}'
-    )
 
 
 @dataclass(frozen=True)
@@ -204,25 +188,25 @@ class NewChunk:
         state: its model state
         slots: optimizer state of its parameters, in model order
         stage: entries of the stage it comes from
-        ranks: the source ranks that it comes from
+        files: the rank files that it comes from; none for an empty chunk
     """
 
     state: Mapping[str, Any]
     slots: Sequence[Slot]
     stage: dict[str, Any]
-    ranks: Sequence[OldRank]
+    files: Sequence[RankFile]
 
 
-def whole_chunk(rank: OldRank, number: int | None) -> NewChunk:
+def whole_chunk(file: RankFile, number: int | None) -> NewChunk:
     """An old chunk as it is."""
-    state = rank.chunks[number]
-    slots = [rank.slots[number, key] for key in state if (number, key) in rank.slots]
-    return NewChunk(state, slots, rank.stage_state(number), [rank])
+    state = file.chunks[number]
+    slots = [file.slots[number, key] for key in state if (number, key) in file.slots]
+    return NewChunk(state, slots, file.stage_state(number), [file])
 
 
 def assembled_chunk(
     move: Move,
-    pieces: Sequence[tuple[Piece, OldRank]],
+    pieces: Sequence[tuple[Piece, RankFile]],
     first: edges.End,
     last: edges.End,
 ) -> NewChunk:
@@ -230,98 +214,94 @@ def assembled_chunk(
 
     Args:
         move: what it is made of
-        pieces: the runs of layers with the rank each comes from
-        first: number and rank of the old chunk with the embedding
-        last: number and rank of the old chunk with the final norm and the head
+        pieces: the runs of layers with the rank file each comes from
+        first: number and rank file of the old chunk with the embedding
+        last: number and rank file of the old chunk with the final norm and the head
 
     Raises:
-        CheckpointError: a tied copy differs from its original; keys that belong to no layer in a
-            stage between first and last; multi-token prediction that would have to be copied
+        CheckpointError: a tied copy differs from its original; multi-token prediction that would
+            have to be copied
     """
-    keys: list[tuple[str, OldRank, int | None, str]] = []
-    keys += edges.front(move, first, last)
-    layer = 0
-    for piece, rank in pieces:
-        state = rank.chunks[piece.source.chunk]
-        by_layer: dict[int, list[str]] = {}
-        for key in state:
-            number = model_state.layer_of(key)
-            if number is not None:
-                by_layer.setdefault(number, []).append(key)
-        for number in range(piece.first, piece.last):
+    keys = edges.front(move, first, last)
+    new_layer = 0
+    for piece, file in pieces:
+        by_layer: dict[int | None, list[str]] = {}
+        for key in file.chunks[piece.source.chunk]:
+            by_layer.setdefault(layer_of(key), []).append(key)
+        for layer in range(piece.first, piece.last):
             keys += [
-                (model_state.renumber(key, layer), rank, piece.source.chunk, key)
-                for key in by_layer[number]
+                (renumber(key, new_layer), file, piece.source.chunk, key) for key in by_layer[layer]
             ]
-            layer += 1
+            new_layer += 1
     keys += edges.back(move, first, last)
-    state = OrderedDict((new, rank.chunks[number][old]) for new, rank, number, old in keys)
+    state = OrderedDict((new, file.chunks[number][old]) for new, file, number, old in keys)
     slots = [
-        rank.slots[number, old] for _, rank, number, old in keys if (number, old) in rank.slots
+        file.slots[number, old] for _, file, number, old in keys if (number, old) in file.slots
     ]
-    home, rank = (pieces[0][0].source.chunk, pieces[0][1]) if pieces else first
-    ranks = {id(rank): rank for _, rank, _, _ in keys} or {id(rank): rank}
-    return NewChunk(state, slots, rank.stage_state(home), list(ranks.values()))
+    home, file = (pieces[0][0].source.chunk, pieces[0][1]) if pieces else first
+    files = {id(file): file for _, file, _, _ in keys} or {id(file): file}
+    return NewChunk(state, slots, file.stage_state(home), list(files.values()))
 
 
 def put_together(
-    chunks: Sequence[NewChunk], layout: Layout, with_optimizer: bool
+    chunks: Sequence[NewChunk], sizes: ParallelSizes, *, with_optimizer: bool
 ) -> dict[str, Any]:
     """A new rank file.
 
     Args:
         chunks: its chunks; one for a rank without virtual pipeline
-        layout: sizes of the output
+        sizes: of the output
         with_optimizer: carry the optimizer state
 
     Raises:
-        CheckpointError: chunks from several ranks that differ in what a rank has only once
+        CheckpointError: chunks from several files that differ in what a rank has only once
     """
-    ranks = list({id(rank): rank for chunk in chunks for rank in chunk.ranks}.values())
-    with reading(ranks[0].path, 'rank file that Megatron wrote'):
-        return _put_together(ranks, chunks, layout, with_optimizer)
+    files = list({id(file): file for chunk in chunks for file in chunk.files}.values())
+    with reading(files[0].path, _EXPECTED):
+        return _put_together(files, chunks, sizes, with_optimizer)
 
 
 def _put_together(
-    ranks: Sequence[OldRank], chunks: Sequence[NewChunk], layout: Layout, with_optimizer: bool
+    files: Sequence[RankFile],
+    chunks: Sequence[NewChunk],
+    sizes: ParallelSizes,
+    with_optimizer: bool,
 ) -> dict[str, Any]:
-    _refuse_differences(ranks, with_optimizer)
-    models = {
-        'model' if layout.virtual_size is None else f'model{number}': chunk.state
-        for number, chunk in enumerate(chunks)
-    }
-    stages = [chunk.stage for chunk in chunks if chunk.ranks]
+    _refuse_differences(files, with_optimizer)
+    stage = next(chunk.stage for chunk in chunks if chunk.files)
     new: dict[str, Any] = {}
-    for key, value in ranks[0].state.items():
+    for key, value in files[0].state.items():
         if key == STAGE_STATES:
             continue
-        if _CHUNK.fullmatch(str(key)):
-            new |= models
+        if is_chunk(key):
+            for number, chunk in enumerate(chunks):
+                new[chunk_key(None if sizes.virtual is None else number)] = chunk.state
         elif key == 'optimizer':
             if with_optimizer and value is not None:
-                new[key] = _optimizer(ranks, chunks)
+                new[key] = _optimizer(files, chunks)
         elif key == 'args':
-            new[key] = rewrite(stages[0].get('args', value), layout)
+            new[key] = rewrite(stage.get('args', value), sizes)
         else:
-            new[key] = stages[0].get(key, value)
-    if layout.virtual_size is not None:
+            new[key] = stage.get(key, value)
+    if sizes.virtual is not None:
         new[STAGE_STATES] = [chunk.stage for chunk in chunks]
     return new
 
 
-def _optimizer(ranks: Sequence[OldRank], chunks: Sequence[NewChunk]) -> Any:
-    frames = [(str(rank.path), rank.optimizer) for rank in ranks if rank.optimizer is not None]
+def _optimizer(files: Sequence[RankFile], chunks: Sequence[NewChunk]) -> Any:
+    frames = [(str(file.path), file.optimizer) for file in files if file.optimizer is not None]
     frame = optimizer_state.join_headers(frames)
     return optimizer_state.build(frame, [slot for chunk in chunks for slot in chunk.slots])
 
 
-def _refuse_differences(ranks: Sequence[OldRank], with_optimizer: bool) -> None:
-    first = ranks[0]
+def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None:
+    """Chunks of one rank have one of each entry but the model's."""
+    first = files[0]
     ignored = {STAGE_STATES} if with_optimizer else {STAGE_STATES, 'optimizer'}
-    for other in ranks[1:]:
+    for other in files[1:]:
         keys = [
-            {key for key in rank.state if not _CHUNK.fullmatch(str(key)) and key not in ignored}
-            for rank in (first, other)
+            {key for key in file.state if not is_chunk(key) and key not in ignored}
+            for file in (first, other)
         ]
         for key in sorted(keys[0] ^ keys[1], key=str):
             lacking, having = (first, other) if key in keys[1] else (other, first)

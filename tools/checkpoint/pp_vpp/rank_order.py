@@ -1,11 +1,11 @@
-"""That each file lies in the directory of the rank that saved it, as far as files tell.
+"""Files in the directories of other ranks, as far as files tell.
 
 ``args.rank`` is the number of the saving process in the whole run, from which its pipeline, tensor
 and expert rank follow. Checkpoints that never were a run's have one number in all files, or none:
 only files that are exactly each other's prove anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from ..common.errors import CheckpointError
 from ..common.numbers import number_in
 from .torch_file import fingerprint
 
-Place = tuple[int, int, int]  # pipeline, tensor, expert rank
+# The (pipeline, tensor, expert) rank of a directory's name to the file in it and its ``args``.
+Placed = dict[tuple[int, int, int], tuple[Path, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,75 +61,62 @@ def _number(args: Any, name: str) -> int | None:
     return value if value is not None and value >= 0 else None
 
 
-class RankOrder:
-    """Gathers the files of one directory, and says whether they lie where they belong."""
+def refuse_misplaced_files(files: Placed) -> None:
+    """Refuse directories that are exchanged, and a file that was copied over another.
 
-    def __init__(self) -> None:
-        self._files: dict[Place, tuple[Path, Any]] = {}
+    Args:
+        files: those of one checkpoint
 
-    def add(self, place: Place, path: Path, args: Any) -> None:
-        """Take note of a file.
-
-        Args:
-            place: what its directory's name says
-            path: the file
-            args: its ``args``
-        """
-        self._files[place] = path, args
-
-    def check(self) -> None:
-        """Refuse directories that are exchanged, and a file that was copied over another.
-
-        Raises:
-            CheckpointError: names the first one
-        """
-        ranks = {_number(args, 'rank') for _, args in self._files.values()}
-        if len(ranks) == 1 or None in ranks:  # saved by a tool, which may have repeated a stage
-            stages = {(pipeline, expert) for pipeline, _, expert in self._files}
-            for stage in stages:
-                self._refuse_copies([p for p in self._files if (p[0], p[2]) == stage])
-            return
-        self._refuse_exchanged()
-        self._refuse_copies([*self._files])
-
-    def _refuse_exchanged(self) -> None:
-        saved = {place: _saved_at(args) for place, (_, args) in self._files.items()}
-        if {*saved.values()} != saved.keys():
-            return
-        moved = {place: found for place, found in saved.items() if found and found != place}
-        # Ranks numbered in an order that isn't Megatron's would seem moved along two axes, most of
-        # them.
-        axes = {i for a, b in moved.items() for i in range(3) if a[i] != b[i]}
-        if not moved or (len(axes) > 1 and 2 * len(moved) >= len(saved)):
-            return
-        place, found = min(moved.items())
-        (path, args), (home, home_args) = self._files[place], self._files[found]
-        expected = next(self._files[a][1].rank for a, b in moved.items() if b == place)
-        raise CheckpointError(
-            f'{path}: args.rank is {args.rank}, expected {expected}: the process of '
-            f'{home.parent.name} saved it (whose file has args.rank {home_args.rank}); the '
-            'directories are exchanged, rename them by args.rank'
-        )
-
-    def _refuse_copies(self, places: Sequence[Place]) -> None:
-        by_rank: dict[int | None, list[Path]] = {}
-        for place in sorted(places):
-            path, args = self._files[place]
-            by_rank.setdefault(_number(args, 'rank'), []).append(path)
-        for rank, paths in by_rank.items():
-            seen: dict[Any, Path] = {}
-            for path in paths if len(paths) > 1 else []:
-                content = fingerprint(path)
-                if content is not None and content in seen:
-                    raise CheckpointError(
-                        f'{path}: a copy of the file in {seen[content].parent.name} (args.rank '
-                        f'{rank} and all else are the same), expected that of another rank; '
-                        'restore the file that was replaced'
-                    )
-                seen[content] = path
+    Raises:
+        CheckpointError: names the first one
+    """
+    ranks = {_number(args, 'rank') for _, args in files.values()}
+    if len(ranks) == 1 or None in ranks:  # saved by a tool, which may have repeated a stage
+        for stage in {(pipeline, expert) for pipeline, _, expert in files}:
+            _refuse_copies([files[at] for at in sorted(files) if (at[0], at[2]) == stage])
+        return
+    _refuse_exchanged(files)
+    _refuse_copies([files[at] for at in sorted(files)])
 
 
-def _saved_at(args: Any) -> Place | None:
+def _refuse_exchanged(files: Placed) -> None:
+    saved = {place: _saved_at(args) for place, (_, args) in files.items()}
+    if {*saved.values()} != saved.keys():
+        return
+    moved = {place: found for place, found in saved.items() if found and found != place}
+    # Ranks numbered in an order that isn't Megatron's would seem moved along two axes, most of
+    # them.
+    axes = {i for a, b in moved.items() for i in range(3) if a[i] != b[i]}
+    if not moved or (len(axes) > 1 and 2 * len(moved) >= len(saved)):
+        return
+    place, found = min(moved.items())
+    (path, args), (home, home_args) = files[place], files[found]
+    expected = next(files[a][1].rank for a, b in moved.items() if b == place)
+    raise CheckpointError(
+        f'{path}: args.rank is {args.rank}, expected {expected}: the process of '
+        f'{home.parent.name} saved it (whose file has args.rank {home_args.rank}); the '
+        'directories are exchanged, rename them by args.rank'
+    )
+
+
+def _refuse_copies(files: Iterable[tuple[Path, Any]]) -> None:
+    by_rank: dict[int | None, list[Path]] = {}
+    for path, args in files:
+        by_rank.setdefault(_number(args, 'rank'), []).append(path)
+    for rank, paths in by_rank.items():
+        seen: dict[Any, Path] = {}
+        for path in paths if len(paths) > 1 else []:
+            content = fingerprint(path)
+            if content is not None and content in seen:
+                raise CheckpointError(
+                    f'{path}: a copy of the file in {seen[content].parent.name} (args.rank '
+                    f'{rank} and all else are the same), expected that of another rank; '
+                    'restore the file that was replaced'
+                )
+            seen[content] = path
+
+
+def _saved_at(args: Any) -> tuple[int, int, int] | None:
     """Pipeline, tensor and expert rank of the process that saved a file."""
     found = global_rank(args)
     if found is None:

@@ -5,20 +5,20 @@ from pathlib import Path
 
 from ..common.paths import TRACKER_NAME
 from ..common.trackers import content
-from .convert import Prepared
+from .convert import CheckedConversion
 from .layout import ChunkId, Move
 
 
-def mapping_table(prepared: Prepared) -> str:
+def mapping_table(checked: CheckedConversion) -> str:
     """One line for each run of layers: old (TP, PP, chunk), global layers, new (TP, PP, chunk).
 
     TP ranks keep their numbers, so one line stands for all of them.
     """
     tp: dict[tuple[str, int], list[int]] = {}
-    for job in prepared.jobs:
+    for job in checked.jobs:
         tp.setdefault((job.side, job.rank.pp or 0), []).append(job.rank.tp)
     rows = [('old (TP, PP, chunk)', 'layers', 'new (TP, PP, chunk)', 'with')]
-    for move in prepared.plan.moves:
+    for move in checked.plan.moves:
         ranks = _range(tp[move.target.side, move.target.rank])
         new, layer = _chunk(ranks, move.target), move.first_layer
         if not move.pieces:
@@ -42,32 +42,32 @@ def mapping_table(prepared: Prepared) -> str:
     )
 
 
-def outputs_summary(prepared: Prepared) -> list[str]:
+def outputs_summary(checked: CheckedConversion) -> list[str]:
     """One line an output: directory, number of files, sizes, and what it replaces."""
     lines = []
-    for side, target in prepared.targets.items():
-        files = [job for job in prepared.jobs if job.side == side]
-        layout = files[0].layout
-        virtual = '' if layout.virtual_size is None else f', VPP {layout.virtual_size}'
+    for side, target in checked.targets.items():
+        files = [job for job in checked.jobs if job.side == side]
+        sizes = files[0].sizes
+        virtual = '' if sizes.virtual is None else f', VPP {sizes.virtual}'
         lines.append(
-            f'{target}: {len(files)} rank file{"s" * (len(files) != 1)}, TP {layout.tensor_size}, '
-            f'PP {layout.pipeline_size}{virtual}{_replaced(prepared, target)}'
+            f'{target}: {len(files)} rank file{"s" * (len(files) != 1)}, TP {sizes.tensor}, '
+            f'PP {sizes.pipeline}{virtual}{_replaced(checked, target)}'
         )
     return lines
 
 
-def trackers_summary(prepared: Prepared) -> list[str]:
+def trackers_summary(checked: CheckedConversion) -> list[str]:
     """One line for each tracker that says something else so far."""
-    found = {root: content(root / TRACKER_NAME) for root in prepared.trackers}
+    found = {root: content(root / TRACKER_NAME) for root in checked.trackers}
     return [
         f'{root / TRACKER_NAME}: says {found[root]}, would say {text}'
-        for root, text in prepared.trackers.items()
+        for root, text in checked.trackers.items()
         if found[root] not in ('', text)
     ]
 
 
-def _replaced(prepared: Prepared, target: Path) -> str:
-    return ', replacing what was there' if target in prepared.replaced else ''
+def _replaced(checked: CheckedConversion, target: Path) -> str:
+    return ', replacing what was there' if target in checked.replaced else ''
 
 
 def _chunk(tp: str, chunk: ChunkId) -> str:

@@ -12,11 +12,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, BinaryIO, Self, cast
+from typing import IO, Any, BinaryIO, cast
 
 import numpy
 import torch
@@ -118,7 +117,7 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
     """
     with (
         open(path, 'xb', buffering=0) as file,
-        _Sink(file, records, wrote) as sink,
+        closing(_Sink(file, records, wrote)) as sink,
         _no_computed_checksums(),
     ):
         try:
@@ -156,15 +155,8 @@ class _Sink:
         self._sources: dict[Path, int] = {}
         self._closing = ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the files that were copied from."""
         self._closing.close()
 
     def write(self, data: Any) -> int:

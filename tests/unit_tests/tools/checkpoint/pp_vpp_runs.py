@@ -2,8 +2,9 @@
 
     torchrun … -m tests.unit_tests.tools.checkpoint.pp_vpp_runs RECORD KIND [megatron arguments]
 
-What a run computed goes to RECORD (``-``: nowhere), a file a rank, under names that don't depend on
-the layout: those of the model's own parameters, with Megatron's global layer number.
+What a run computed in its last step goes to RECORD (``-``: nowhere), a file a rank, under names
+that don't depend on the layout: those of the model's own parameters, with Megatron's global layer
+number.
 """
 
 import os
@@ -26,7 +27,7 @@ def run(nproc, *arguments, record=None, optimizer='torch_adam', kind='gpt'):
     Args:
         nproc: world size
         arguments: megatron's, each may hold several words
-        record: directory that gets a file a rank with what the run computed
+        record: directory that gets a file a rank with what the last step computed
         optimizer: 'torch_adam', or 'fused_adam' for its conventions
     """
     words = [word for argument in arguments for word in str(argument).split()]
@@ -64,17 +65,13 @@ def _record(directory, rank):
     from megatron.training import training
 
     train_step, train = training.train_step, training.train
-    steps = []
+    last = {}
 
     def recorded_step(forward_step_func, data_iterator, model, *args, **kwargs):
         result = train_step(forward_step_func, data_iterator, model, *args, **kwargs)
-        steps.append(
-            {
-                'losses': {name: float(value) for name, value in result[0].items()},
-                'grad norm': result[5],
-                'grads': dict(_gradients(model)),
-            }
-        )
+        last['losses'] = {name: float(value) for name, value in result[0].items()}
+        last['grad norm'] = result[5]
+        last['grads'] = dict(_gradients(model))
         return result
 
     def recorded_train(forward_step_func, model, optimizer, *args, **kwargs):
@@ -82,8 +79,7 @@ def _record(directory, rank):
             return train(forward_step_func, model, optimizer, *args, **kwargs)
         finally:
             directory.mkdir(exist_ok=True)
-            state = {'steps': steps, 'state': dict(_state(model, optimizer))}
-            torch.save(state, directory / f'{rank}.pt')
+            torch.save({**last, 'state': dict(_state(model, optimizer))}, directory / f'{rank}.pt')
 
     training.train_step, training.train = recorded_step, recorded_train
 
@@ -132,23 +128,21 @@ def _state(model, optimizer):
 
 
 def records(directory):
-    """All ranks' records together: losses and gradient norms by step, gradients, final state.
+    """All ranks' records together: losses, gradient norm, gradients, final state.
 
     Returns:
-        dict of (kind, step or '', name) to a value; tensors from ranks that hold the same thing
-        (data parallel, tied embeddings apart) must agree
+        dict of (kind, name) to a value; tensors from ranks that hold the same thing (data parallel,
+        tied embeddings apart) must agree
     """
     joined = {}
     for path in sorted(Path(directory).iterdir()):
         record = torch.load(path)
-        for number, step in enumerate(record['steps']):
-            for name, value in step['losses'].items():
-                joined['loss', number, name] = value
-            joined['grad norm', number, ''] = float(step['grad norm'])
-            for name, value in step['grads'].items():
-                _put(joined, ('grad', number, name), value)
-        for name, value in record['state'].items():
-            _put(joined, ('state', '', name), value)
+        for name, value in record['losses'].items():
+            joined['loss', name] = value
+        joined['grad norm', ''] = float(record['grad norm'])
+        for kind in ('grads', 'state'):
+            for name, value in record[kind].items():
+                _put(joined, (kind, name), value)
     return joined
 
 

@@ -11,8 +11,8 @@ from tests.unit_tests.tools.checkpoint.pp_vpp_damage import edit, pop, put
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, path_of, same, save
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main
-from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite
-from tools.checkpoint.pp_vpp.rank_order import RankOrder
+from tools.checkpoint.pp_vpp.rank_args import ParallelSizes, rewrite
+from tools.checkpoint.pp_vpp.rank_order import refuse_misplaced_files
 
 KNOWN = {'checkpoint_version': 3.0, 'iteration': 2}
 STAGES = [f'00_00{i}' for i in range(4)]
@@ -84,6 +84,7 @@ CASES = {
     'saved by a tool, one args.rank in all files': edit(put(0, 'args', 'rank'), *STAGES),
     'args.rank of no use': edit(put([1], 'args', 'rank'), *STAGES),
     'sides that were launched with seeds of their own': edit(put(7, 'args', 'seed'), *STAGES[1:3]),
+    'NaN in what chunks of a rank share': edit(put(torch.full((1,), torch.nan), 'custom'), *STAGES),
     'fresh norms': filled(1.0, 'norm.weight'),
     'all layers equal': filled(0.5),
     'equal layers, saved by a tool': lambda root: [
@@ -183,18 +184,18 @@ ORDERS = {
 @pytest.mark.parametrize('name', ORDERS)
 def test_only_files_that_are_each_others_are_refused(name, tmp_path):
     ranks, more, refused = ORDERS[name]
-    order = RankOrder()
+    files = {}
     for place, rank in ranks.items():
         path = tmp_path / '_'.join(map(str, place)) / 'file.pt'
         path.parent.mkdir()
         torch.save(place, path)
         pipeline, tensor, expert = (*place, 0)[:3]
-        order.add((pipeline, tensor, expert), path, run_args(rank, 8, **more))
+        files[pipeline, tensor, expert] = path, run_args(rank, 8, **more)
     if refused:
         with pytest.raises(CheckpointError, match=r'0_0/file\.pt: args\.rank is \d, expected 0'):
-            order.check()
+            refuse_misplaced_files(files)
     else:
-        order.check()
+        refuse_misplaced_files(files)
 
 
 @pytest.mark.parametrize(
@@ -209,4 +210,13 @@ def test_only_files_that_are_each_others_are_refused(name, tmp_path):
 )
 def test_rank_is_that_of_the_new_layout(args, expected):
     """Of a file that becomes the last of four stages."""
-    assert rewrite(args, Layout(2, 4, None, 8, [1] * 4, True, ranks_before=6)).rank == expected
+    sizes = ParallelSizes(
+        tensor=2,
+        pipeline=4,
+        virtual=None,
+        tensor_ranks=8,
+        tensor_ranks_before=6,
+        layers=[1] * 4,
+        complete=True,
+    )
+    assert rewrite(args, sizes).rank == expected

@@ -1,5 +1,8 @@
 """Stages without layers, and multi-token prediction on a stage of its own."""
 
+import functools
+import shutil
+
 import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -58,9 +61,18 @@ def test_plain(odd, tmp_path, capsys):
     check_split(back, odd, LAYOUT)
 
 
-def merge_sides(source, root, mode):
-    merge = f'merge --load-dir {source} --save-dir-edge {root}/EDGE --save-dir-cloud {root}/CLOUD'
-    assert main(f'{merge} --merge-stages 0,3 {mode[0]}'.split()) == 0
+@pytest.fixture(scope='module')
+def merged_sides(odd, tmp_path_factory):
+    """Directories with EDGE and CLOUD, by mode."""
+
+    @functools.cache
+    def merge(mode):
+        root = tmp_path_factory.mktemp('sides')
+        sides = f'--save-dir-edge {root}/EDGE --save-dir-cloud {root}/CLOUD'
+        assert main(f'merge --load-dir {odd} {sides} --merge-stages 0,3 {mode[0]}'.split()) == 0
+        return root
+
+    return merge
 
 
 def split_sides(root, mode):
@@ -70,17 +82,17 @@ def split_sides(root, mode):
 
 @pytest.mark.parametrize('mode', [CHUNKS, RANKS])
 @pytest.mark.parametrize('own', [True, False])
-def test_sides(mode, own, odd, tmp_path):
-    merge_sides(odd, tmp_path, mode)
+def test_sides(mode, own, odd, merged_sides, tmp_path):
+    root = shutil.copytree(merged_sides(mode), tmp_path / 'sides')
     cloud = ['00_000'] if mode is CHUNKS else ['00_001', '00_002']
     for side, ranks in (('EDGE', ['00_000']), ('CLOUD', cloud)):
         for rank in ranks:  # 0 layers a chunk is no size that Megatron takes
-            args = load(tmp_path / side, rank)['args']
+            args = load(root / side, rank)['args']
             assert args.num_layers_per_virtual_pipeline_stage is None
         if own:
-            as_a_run_saves(tmp_path / side, *ranks)
-    assert main(split_sides(tmp_path, mode).split()) == 0
-    check_split(tmp_path / 'OUT', odd, LAYOUT)
+            as_a_run_saves(root / side, *ranks)
+    assert main(split_sides(root, mode).split()) == 0
+    check_split(root / 'OUT', odd, LAYOUT)
 
 
 LOST = {
@@ -91,10 +103,10 @@ LOST = {
 
 @pytest.mark.parametrize('mode', [CHUNKS, RANKS])
 @pytest.mark.parametrize('layers', LOST)
-def test_lost_stages_are_refused(layers, mode, odd, tmp_path, capsys):
-    merge_sides(odd, tmp_path, mode)
+def test_lost_stages_are_refused(layers, mode, merged_sides, tmp_path, capsys):
+    root = shutil.copytree(merged_sides(mode), tmp_path / 'sides')
     ranks = ['00_000'] if mode is CHUNKS else ['00_001', '00_002']
     for side, files in (('EDGE', ['00_000']), ('CLOUD', ranks)):
-        edit(put(layers, 'args', 'num_layers'), *files)(tmp_path / side)
+        edit(put(layers, 'args', 'num_layers'), *files)(root / side)
     capsys.readouterr()
-    refused(split_sides(tmp_path, mode), tmp_path, capsys, LOST[layers])
+    refused(split_sides(root, mode), root, capsys, LOST[layers])

@@ -17,11 +17,17 @@ from tools.checkpoint.convert_ckpt_pp_vpp import main
 from tools.checkpoint.pp_vpp import torch_file
 
 
+@pytest.fixture(scope='module')
+def merged(pp4_tp2, tmp_path_factory):
+    root = tmp_path_factory.mktemp('merged')
+    assert main(sides_command(pp4_tp2, root)) == 0
+    return root
+
+
 @pytest.fixture
-def first(pp4_tp2, tmp_path):
+def first(merged, tmp_path):
     """Both outputs of another source, of which files would be left over."""
-    assert main(sides_command(pp4_tp2, tmp_path)) == 0
-    return tmp_path
+    return shutil.copytree(merged, tmp_path, dirs_exist_ok=True)
 
 
 def model_of(source):

@@ -1,7 +1,6 @@
 """The converter's parts on their own: layouts, proof by shapes, args, files."""
 
 import argparse
-import random
 import zipfile
 
 import numpy
@@ -11,38 +10,10 @@ import torch
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.numbers import whole
 from tools.checkpoint.pp_vpp import torch_file
-from tools.checkpoint.pp_vpp.discover import find_source
-from tools.checkpoint.pp_vpp.layout import ChunkId, interleaved, resplit
 from tools.checkpoint.pp_vpp.optimizer_state import Group, Slot, parse
 from tools.checkpoint.pp_vpp.param_match import NamedTensor, candidates, match
-from tools.checkpoint.pp_vpp.rank_args import Layout, rewrite, split_pattern, stage_string
-
-
-def test_interleaved_order_is_megatrons():
-    """Rank r, chunk c holds stage c*P + r."""
-    for stage, chunk in enumerate(interleaved(3, 2)):
-        assert chunk == ChunkId('', stage % 3, stage // 3)
-
-
-@pytest.mark.parametrize('seed', range(30))
-def test_resplit_routes_every_layer_once_and_in_order(seed):
-    draw = random.Random(seed)
-    old = [draw.randint(0, 4) for _ in range(draw.randint(1, 6))]
-    sources = [ChunkId('', rank) for rank in range(len(old))]
-    ranks, chunks = draw.randint(1, 3), draw.randint(1, 3)
-    cuts = sorted(draw.randint(0, sum(old)) for _ in range(ranks * chunks - 1))
-    new = [b - a for a, b in zip([0, *cuts], [*cuts, sum(old)], strict=True)]
-    plan = resplit(sources, old, ranks, chunks, new)
-    expected = [(s, layer) for s, count in zip(sources, old, strict=True) for layer in range(count)]
-    found = [
-        (piece.source, layer)
-        for move in plan.moves
-        for piece in move.pieces
-        for layer in range(piece.first, piece.last)
-    ]
-    assert found == expected
-    assert plan.layers() == new
-    assert [move.target for move in plan.moves] == interleaved(ranks, chunks)
+from tools.checkpoint.pp_vpp.rank_args import ParallelSizes, rewrite, split_pattern, stage_string
+from tools.checkpoint.pp_vpp.sources import look_at
 
 
 def named(*shapes):
@@ -143,9 +114,20 @@ def arguments(**changes):
     return argparse.Namespace(**(values | changes))
 
 
+def sized(tensor, pipeline, virtual, layers, **more):
+    return ParallelSizes(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual,
+        tensor_ranks=tensor * pipeline,
+        layers=layers,
+        **{'complete': True, **more},
+    )
+
+
 def test_args_of_an_even_layout():
     old = arguments()
-    new = rewrite(old, Layout(2, 2, 2, 4, [3, 3, 3, 3], True))
+    new = rewrite(old, sized(2, 2, 2, [3, 3, 3, 3]))
     assert vars(new) == vars(
         arguments(
             pipeline_model_parallel_size=2,
@@ -161,7 +143,7 @@ def test_args_of_an_even_layout():
 
 
 def test_args_of_an_uneven_layout():
-    new = rewrite(arguments(mtp_num_layers=1), Layout(2, 2, 2, 4, [1, 2, 2, 1], True))
+    new = rewrite(arguments(mtp_num_layers=1), sized(2, 2, 2, [1, 2, 2, 1]))
     assert new.pipeline_model_parallel_layout == 'Et|tt|tt|tmL'
     assert new.num_layers_per_virtual_pipeline_stage is None
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -171,18 +153,18 @@ def test_args_of_an_uneven_layout():
 
 def test_args_that_agree_already_keep_their_flags():
     old = arguments()
-    assert rewrite(old, Layout(2, 4, None, 8, [1, 2, 2, 2], True)) == old
+    assert rewrite(old, sized(2, 4, None, [1, 2, 2, 2])) == old
 
 
 def test_args_of_the_same_sizes_with_other_layers_lose_their_flags():
-    new = rewrite(arguments(), Layout(2, 4, None, 8, [2, 2, 2, 1], True, resplit=True))
+    new = rewrite(arguments(), sized(2, 4, None, [2, 2, 2, 1], resplit=True))
     assert new.decoder_first_pipeline_num_layers is None
     assert new.account_for_loss_in_pipeline_split is False
     assert new.pipeline_model_parallel_layout == 'Ett|tt|tt|tL'
 
 
 def test_args_of_one_side_claim_nothing_about_the_whole_model():
-    new = rewrite(arguments(), Layout(2, 1, 2, 2, [1, 2], False))
+    new = rewrite(arguments(), sized(2, 1, 2, [1, 2], complete=False))
     assert new.pipeline_model_parallel_layout is None
     assert new.num_layers_per_virtual_pipeline_stage is None
     assert (new.pipeline_model_parallel_size, new.world_size) == (1, 4)
@@ -191,7 +173,7 @@ def test_args_of_one_side_claim_nothing_about_the_whole_model():
 def test_args_without_data_parallel_size_keep_the_replication():
     old = arguments()
     del old.data_parallel_size
-    assert rewrite(old, Layout(2, 2, 2, 4, [1] * 4, True)).world_size == 8
+    assert rewrite(old, sized(2, 2, 2, [1] * 4)).world_size == 8
 
 
 def test_hybrid_pattern_is_cut_anew():
@@ -226,11 +208,12 @@ def test_second_field_of_a_directory_name(tmp_path, args, last, expected):
         (tmp_path / 'iter_0000001' / name).mkdir(parents=True)
         (tmp_path / 'iter_0000001' / name / 'model_optim_rng.pt').touch()
 
-    def load_state(path):
+    def read(path):
         model = last if path.parent.name == 'mp_rank_00_001' else WHOLE
-        return {'model': model} | ({} if args is None else {'args': argparse.Namespace(**args)})
+        state = {'model': model} | ({} if args is None else {'args': argparse.Namespace(**args)})
+        return torch_file.MappedFile(path, state, {})
 
-    assert max(find_source(tmp_path, 1, load_state).files) == expected
+    assert max(look_at('', tmp_path / 'iter_0000001', read).files) == expected
 
 
 @pytest.mark.parametrize(

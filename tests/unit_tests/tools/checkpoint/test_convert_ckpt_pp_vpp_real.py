@@ -1,10 +1,11 @@
 """Runs of real Megatron code on converted checkpoints take the step that the source would take."""
 
-from functools import partial
+import functools
+import shutil
 
 import pytest
 
-from tests.unit_tests.tools.checkpoint.pp_vpp_files import load, same, save
+from tests.unit_tests.tools.checkpoint.pp_vpp_files import TRACKER, load, same, save
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import differences, records, run
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 
@@ -86,7 +87,7 @@ CASES = {
         'torch_adam',
     ),
     'reshape: VPP to fewer, larger stages': (
-        '--num-layers 4 --bf16',
+        '--num-layers 4',
         2,
         f'{PP2} {VPP}',
         'reshape --pipeline-size 2 --virtual-size 1',
@@ -95,13 +96,13 @@ CASES = {
         'torch_adam',
     ),
     'reshape: to a single stage, untied': (
-        f'--num-layers 4 {UNTIED}',
+        f'--num-layers 4 --bf16 {UNTIED}',
         2,
         f'{PP2} {VPP}',
         'reshape --pipeline-size 1 --virtual-size 1',
         1,
         '',
-        'torch_adam',
+        'fused_adam',
     ),
     'reshape: from a single stage, untied': (
         f'--num-layers 4 --bf16 {UNTIED}',
@@ -178,94 +179,81 @@ CASES = {
 }
 
 
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """A checkpoint after two steps, and the record of the third; each is made once."""
+
+    @functools.cache
+    def train(ranks, arguments, optimizer, kind):
+        root = tmp_path_factory.mktemp('trained')
+        source, record = root / 'source', root / 'record'
+        go = functools.partial(run, ranks, arguments, optimizer=optimizer, kind=kind)
+        if '--no-save-optim' in arguments:  # the third step is that of a fresh optimizer
+            go(f'--save {source} --exit-interval 2')
+            go(f'--load {source} --exit-interval 3', record=record)
+        else:
+            go(f'--save {source} --save-interval 2 --exit-interval 3', record=record)
+        return source, records(record)
+
+    return train
+
+
 @pytest.mark.parametrize('name', CASES)
-def test_converted_run_takes_the_same_step(name, tmp_path):
+def test_converted_run_takes_the_same_step(name, trained, tmp_path):
     shared, ranks, layout, conversion, new_ranks, new_layout, optimizer = CASES[name]
-    source, converted = tmp_path / 'source', tmp_path / 'converted'
-    train = partial(run, kind='hybrid' if 'hybrid' in name else 'gpt', optimizer=optimizer)
-    train(ranks, shared, layout, f'--save {source} --exit-interval 2')
-    train(ranks, shared, layout, f'--load {source} --exit-interval 3', record=tmp_path / 'expected')
-    assert main([*conversion.split(), '--load-dir', str(source), '--save-dir', str(converted)]) == 0
-    train(
+    kind = 'hybrid' if 'hybrid' in name else 'gpt'
+    source, expected = trained(ranks, f'{shared} {layout}', optimizer, kind)
+    converted = tmp_path / 'converted'
+    words = f'{conversion} --load-dir {source} --save-dir {converted} --iteration 2'
+    assert main(words.split()) == 0
+    load_it = f'--load {converted} --exit-interval 3'
+    run(
         new_ranks,
         shared,
         new_layout,
-        f'--load {converted} --exit-interval 3',
+        load_it,
         record=tmp_path / 'found',
+        optimizer=optimizer,
+        kind=kind,
     )
-    expected, found = records(tmp_path / 'expected'), records(tmp_path / 'found')
+    expected, found = dict(expected), records(tmp_path / 'found')
     # Megatron adds the squared norms of a rank's gradients up before it adds those of the ranks:
     # another layout sums the same numbers in another order. All else is the same bit for bit.
-    norms = expected.pop(('grad norm', 0, '')), found.pop(('grad norm', 0, ''))
+    norms = expected.pop(('grad norm', '')), found.pop(('grad norm', ''))
     assert norms[0] == pytest.approx(norms[1], rel=2**-21)
     assert differences(expected, found) == []
-    assert sum(kind == 'grad' for kind, _, _ in expected) > 30
-    assert any('.mtp.' in key for _, _, key in expected) == ('multi-token' in name)
-    assert len({str(value) for (kind, _, _), value in expected.items() if kind == 'loss'}) == 1
+    assert sum(kind == 'grads' for kind, _ in expected) > 30
+    assert any('.mtp.' in key for _, key in expected) == ('multi-token' in name)
+    assert any(kind == 'loss' for kind, _ in expected)
 
 
-def test_wrong_routing_would_not_pass(tmp_path):
+def test_wrong_routing_would_not_pass(trained, tmp_path):
     """The comparison above sees two layers of a chunk exchanged."""
-    run(2, '--num-layers 4', PP2, f'--save {tmp_path}/source --exit-interval 2')
-    run(
-        2,
-        '--num-layers 4',
-        PP2,
-        f'--load {tmp_path}/source --exit-interval 3',
-        record=tmp_path / 'expected',
+    arguments = f'--num-layers 4 {PP2} {VPP}'
+    source, expected = trained(2, arguments, 'torch_adam', 'gpt')
+    wrong = shutil.copytree(source, tmp_path / 'wrong')
+    (wrong / TRACKER).write_text('2')
+    state = load(wrong, '00_000')
+    state['model0'], state['model1'] = (
+        {**state[chunk], **{key: value for key, value in state[other].items() if 'layers.' in key}}
+        for chunk, other in (('model0', 'model1'), ('model1', 'model0'))
     )
-    state = load(tmp_path / 'source', '00_000')
-    exchange = {'layers.0.': 'layers.1.', 'layers.1.': 'layers.0.'}
-    state['model'] = {
-        next((key.replace(a, b) for a, b in exchange.items() if a in key), key): value
-        for key, value in state['model'].items()
-    }
-    save(state, tmp_path / 'source', '00_000')
-    run(
-        2,
-        '--num-layers 4',
-        PP2,
-        f'--load {tmp_path}/source --exit-interval 3',
-        record=tmp_path / 'found',
-    )
-    assert differences(records(tmp_path / 'expected'), records(tmp_path / 'found'))
+    save(state, wrong, '00_000')
+    run(2, arguments, f'--load {wrong} --exit-interval 3', record=tmp_path / 'found')
+    assert differences(expected, records(tmp_path / 'found'))
 
 
 def test_tied_head_becomes_one_tensor_and_two_again(tmp_path):
     """Gradients of the two uses add up in another order on one stage, so files are compared."""
     run(2, '--num-layers 4 --bf16', PP2, f'--save {tmp_path}/two --exit-interval 2')
-    reshape = ['reshape', '--virtual-size', '1']
-    assert (
-        main(
-            [
-                *reshape,
-                '--pipeline-size',
-                '1',
-                '--load-dir',
-                f'{tmp_path}/two',
-                '--save-dir',
-                f'{tmp_path}/one',
-            ]
-        )
-        == 0
-    )
+    reshape = 'reshape --virtual-size 1'
+    two_to_one = f'--load-dir {tmp_path}/two --save-dir {tmp_path}/one'
+    assert main(f'{reshape} --pipeline-size 1 {two_to_one}'.split()) == 0
     one = load(tmp_path / 'one', '00')
     assert 'output_layer.weight' not in one['model']
     run(1, '--num-layers 4 --bf16', f'--load {tmp_path}/one --exit-interval 3')  # strict
-    assert (
-        main(
-            [
-                *reshape,
-                '--pipeline-size',
-                '2',
-                '--load-dir',
-                f'{tmp_path}/one',
-                '--save-dir',
-                f'{tmp_path}/again',
-            ]
-        )
-        == 0
-    )
+    one_to_two = f'--load-dir {tmp_path}/one --save-dir {tmp_path}/again'
+    assert main(f'{reshape} --pipeline-size 2 {one_to_two}'.split()) == 0
     for rank in ('00_000', '00_001'):
         before, after = (load(tmp_path / root, rank) for root in ('two', 'again'))
         for key in ('model', 'optimizer'):

@@ -3,7 +3,10 @@
 import shutil
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from tests.unit_tests.tools.checkpoint.handmade import model_tensors, write_checkpoint
 from tests.unit_tests.tools.checkpoint.pp_vpp_damage import RESHAPE, SIDES, add_file, check
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import (
     ITERATION,
@@ -67,7 +70,7 @@ ONE_STAGE = {
     'tracker and iterations missing': (
         lambda root: ((root / TRACKER).unlink(), shutil.rmtree(root / ITERATION)),
         MERGE,
-        f'{TRACKER}: no such file; no mp_rank_',
+        f'SRC: no metadata.json and no {TRACKER}: not a checkpoint',
     ),
     'path of another iteration': (
         None,
@@ -104,19 +107,30 @@ ONE_STAGE = {
     'iteration not there': (None, f'{MERGE} --iteration 5', 'iterations in .*: 2$'),
     'source missing': (lambda root: shutil.rmtree(root), MERGE, 'no such directory'),
     'torch_dist': (
-        add_file(f'{ITERATION}/metadata.json', '{}'),
+        lambda root: (
+            shutil.rmtree(root / ITERATION),
+            write_checkpoint(root / ITERATION, model_tensors(1)),
+        ),
         MERGE,
         'torch_dist checkpoint.*weighted_merge.py',
     ),
     'torch_dcp': (
-        lambda root: (shutil.rmtree(root / ITERATION), add_file(f'{ITERATION}/.metadata')(root)),
+        lambda root: (
+            shutil.rmtree(root / ITERATION),
+            dcp.save({'model.x': torch.ones(1)}, checkpoint_id=root / ITERATION, no_dist=True),
+        ),
         MERGE,
-        'torch_dcp',
+        'a torch_dcp checkpoint, expected legacy',
+    ),
+    'iteration under another name': (
+        lambda root: ((root / TRACKER).unlink(), (root / ITERATION).rename(root / 'latest')),
+        MERGE.replace('SRC', 'SRC/latest'),
+        'SRC/latest: has the name of no iteration',
     ),
     'Hugging Face': (
         lambda root: (shutil.rmtree(root), add_file('config.json')(root)),
         MERGE,
-        'Hugging Face',
+        'a Hugging Face checkpoint, expected one that Megatron saved',
     ),
     'iteration with a name that is too long': (
         None,

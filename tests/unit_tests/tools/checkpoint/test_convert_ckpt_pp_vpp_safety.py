@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-import random
 import re
 import shutil
 import signal
@@ -28,7 +27,6 @@ from tools.checkpoint.common import publish
 from tools.checkpoint.convert_ckpt_pp_vpp import main
 from tools.checkpoint.pp_vpp import torch_file
 
-DAMAGES = int(os.environ.get('CHECKPOINT_DAMAGES', '60'))
 REPOSITORY = Path(__file__).resolve().parents[4]
 
 
@@ -217,33 +215,13 @@ def test_stopped_run_leaves_nothing(name, signum, pp4, tmp_path):
     assert tree(tmp_path) == []
 
 
-def test_runs_as_a_script_from_anywhere(tmp_path):
-    script = Path(__file__).parents[4] / 'tools/checkpoint/convert_ckpt_pp_vpp.py'
-    done = subprocess.run(
-        [
-            sys.executable,
-            script,
-            'merge',
-            '--load-dir',
-            tmp_path,
-            '--save-dir',
-            tmp_path / 'x',
-            '--pipeline-size',
-            '2',
-        ],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 1 and done.stdout == ''
-    assert done.stderr.count('\n') == 1 and 'latest_checkpointed' in done.stderr
-
-
-def test_script_converts_in_a_process_that_has_not_loaded_megatron(pp4, tmp_path):
+def test_script_converts_from_anywhere_without_megatron_loaded(pp4, tmp_path):
     """The list of safe classes is core's: the tool itself must have it registered."""
     script = Path(__file__).parents[4] / 'tools/checkpoint/convert_ckpt_pp_vpp.py'
     words = MERGE.replace('SRC', str(pp4)).replace('OUT', str(tmp_path / 'out')).split()
-    done = subprocess.run([sys.executable, script, *words], text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, script, *words], cwd=tmp_path, text=True, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, '')
     assert same(load(tmp_path / 'out', '00_001')['model1'], load(pp4, '00_003')['model']) == []
 
@@ -258,29 +236,6 @@ def test_output_that_can_not_be_shown(pp4, tmp_path, capsys, monkeypatch):
         error = capsys.readouterr().err
         assert error == "error: standard output can't be written: No space left on device\n"
     assert (tmp_path / 'out').exists()
-
-
-def test_damaged_files_end_in_one_line(pp4, tmp_path, capsys):
-    """Cut anywhere, or with any byte changed: refused, or converted where only values changed."""
-    dice = random.Random(0)
-    shutil.copytree(pp4, tmp_path / 'SRC')
-    path = path_of(tmp_path / 'SRC', '00_001')
-    data = path.read_bytes()
-    words = MERGE.replace('SRC', str(tmp_path / 'SRC')).replace('OUT', str(tmp_path / 'OUT'))
-    cuts = [*range(0, len(data), len(data) // 12), len(data) - 1]
-    for size in cuts:
-        path.write_bytes(data[:size])
-        assert main([*words.split(), '--dry-run']) == 1
-        assert capsys.readouterr().err.count('\n') == 1
-    for _ in range(DAMAGES):
-        damaged = bytearray(data)
-        # the first record is the pickle; the archive's directory is at the end
-        at = dice.choice([dice.randrange(12000), dice.randrange(len(data) - 8000, len(data))])
-        damaged[at] ^= 1 << dice.randrange(8)
-        path.write_bytes(damaged)
-        code = main([*words.split(), '--dry-run'])
-        assert capsys.readouterr().err.count('\n') == code
-    assert not (tmp_path / 'OUT').exists()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.tools.checkpoint.damage import examples
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.pp_vpp.keys import layer_of, renumber
 from tools.checkpoint.pp_vpp.layout import (
     OutputSide,
     first_missing,
@@ -14,7 +15,6 @@ from tools.checkpoint.pp_vpp.layout import (
     one_to_one,
     resplit,
 )
-from tools.checkpoint.pp_vpp.model_state import layer_of, renumber
 from tools.checkpoint.pp_vpp.optimizer_state import Group, Slot
 from tools.checkpoint.pp_vpp.param_match import NamedTensor, match
 from tools.checkpoint.pp_vpp.rank_args import split_pattern, stage_string

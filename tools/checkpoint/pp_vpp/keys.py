@@ -1,0 +1,118 @@
+"""The grammar of a rank file's keys: chunks, layers, and what stands outside the layers."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..common.errors import CheckpointError
+from .layout import chunk_key, first_missing
+
+EMBEDDING = 'embedding.word_embeddings.weight'
+HEAD = 'output_layer.weight'
+
+_CHUNK = re.compile(r'model(\d+)?')
+# As Megatron writes numbers: two ways to write one could make two keys the same.
+_LAYER = re.compile(
+    r'(decoder\.layers\.|encoder\.layers\.)(0|[1-9]\d{0,99})(\..+)', re.DOTALL | re.ASCII
+)
+_FINAL_NORM = re.compile(r'(decoder|encoder)\.final_(layer)?norm\.')
+
+
+def is_chunk(key: Any) -> bool:
+    """Whether a rank file's key is ``model`` or ``model<n>``."""
+    return _CHUNK.fullmatch(str(key)) is not None
+
+
+def layer_of(key: str) -> int | None:
+    """Number of the layer in its chunk that a key belongs to; None for embedding, norm, head."""
+    match = _LAYER.fullmatch(key)
+    return int(match.group(2)) if match else None
+
+
+def renumber(key: str, layer: int) -> str:
+    """The key with another layer number."""
+    return _LAYER.sub(lambda match: f'{match.group(1)}{layer}{match.group(3)}', key)
+
+
+def is_embedding(key: str) -> bool:
+    """Whether a key outside the layers belongs to the first stage."""
+    return key.startswith('embedding.')
+
+
+def is_prediction(key: str) -> bool:
+    """Whether a key belongs to multi-token prediction."""
+    return key.startswith('mtp.')
+
+
+def is_head(key: str) -> bool:
+    """Whether a key belongs to the output layer."""
+    return key.startswith(('output_layer.', 'lm_head.'))
+
+
+def is_final_norm(key: str) -> bool:
+    """Whether a key belongs to the norm after the last layer."""
+    return _FINAL_NORM.match(key) is not None
+
+
+def chunk_numbers(state: Mapping[Any, Any], where: object) -> list[int | None]:
+    """Numbers of a file's chunks: ``[None]`` for ``model``, else 0, 1, ….
+
+    Raises:
+        CheckpointError: no model, both forms, or a chunk missing in between
+    """
+    found = [_CHUNK.fullmatch(key) for key in state if isinstance(key, str)]
+    numbers = sorted(int(match.group(1)) for match in found if match and match.group(1))
+    plain = 'model' in state
+    if plain and numbers:
+        raise CheckpointError(
+            f'{where}: both `model` and `model{numbers[0]}`, expected one form; the file is damaged'
+        )
+    if not plain and not numbers:
+        raise CheckpointError(
+            f'{where}: key `model` is missing (found {", ".join(map(str, state)) or "nothing"}); '
+            'not a rank file of a model'
+        )
+    missing = first_missing(numbers)
+    if missing is not None:
+        raise CheckpointError(
+            f'{where}: key `{chunk_key(missing)}` is missing (found up to '
+            f'`{chunk_key(numbers[-1])}`); the file is damaged'
+        )
+    if len(set(numbers)) < len(numbers):
+        raise CheckpointError(f'{where}: two keys for one chunk (such as `model1` and `model01`)')
+    return [None] if plain else list(numbers)
+
+
+def count_layers(state: Any, where: str) -> int:
+    """Number of layers in a chunk's model state.
+
+    Raises:
+        CheckpointError: nested (pre-core) state; layers missing in between; two kinds of layers
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f'{where}: holds {type(state).__name__}, expected a state dict')
+    numbers: dict[str, set[int]] = {}
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f'{where}: key {key!r}, expected names of parameters')
+        if isinstance(value, Mapping):
+            raise CheckpointError(
+                f'{where}, key {key}: nested model state from before megatron-core, expected '
+                'flat keys such as decoder.layers.0.…; re-save it with megatron-core first'
+            )
+        match = _LAYER.fullmatch(key)
+        if match:
+            numbers.setdefault(match.group(1), set()).add(int(match.group(2)))
+    if len(numbers) > 1:
+        raise CheckpointError(
+            f'{where}: both encoder and decoder layers; only decoder-only and encoder-only '
+            'models can be converted'
+        )
+    for prefix, found in numbers.items():
+        missing = first_missing(found)
+        if missing is not None:
+            raise CheckpointError(
+                f'{where}: {prefix}{missing} is missing (found {len(found)} layers up to '
+                f'{max(found)}); the checkpoint is damaged'
+            )
+    return sum(map(len, numbers.values()))
