@@ -146,10 +146,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
         elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
-            taken = _tensor_entry(directory, key, entry, metadata)
+            taken = tensor_entry(directory, key, entry, metadata)
             if _EXTRA_STATE.fullmatch(key):
                 source.extra_states[key] = taken
             else:
+                _check_averaged(directory, key, taken.dtype)
                 source.tensors[key] = taken
         else:
             _take_bytes(source, key, entry, metadata)
@@ -199,7 +200,7 @@ def _take_common(source: Source, key: str, entry: object, metadata: Metadata) ->
             f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
             f'byte entry {COMMON_KEY}'
         )
-    source.embedded_common = _slice(source.directory, metadata, MetadataIndex(key))
+    source.embedded_common = stored_slice(source.directory, metadata, MetadataIndex(key))
 
 
 def _take_bytes(source: Source, key: str, entry: object, metadata: Metadata) -> None:
@@ -209,24 +210,32 @@ def _take_bytes(source: Source, key: str, entry: object, metadata: Metadata) -> 
             f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
             '_extra_state'
         )
-    source.extra_states[key] = _slice(source.directory, metadata, MetadataIndex(key))
+    source.extra_states[key] = stored_slice(source.directory, metadata, MetadataIndex(key))
 
 
-def _tensor_entry(
-    directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
-) -> TensorEntry:
-    dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
+def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
+    if dtype not in _AVERAGED_DTYPES:
         raise CheckpointError(
             f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
             + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
         )
+
+
+def tensor_entry(
+    directory: Path, key: str, entry: TensorStorageMetadata, metadata: Metadata
+) -> TensorEntry:
+    """A stored tensor with its chunks, which tile it.
+
+    Raises:
+        CheckpointError: they don't, or one isn't stored
+    """
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if box in chunks:
             raise CheckpointError(f'{directory}: {key}: chunk at {box.offsets} stored twice')
-        piece = _slice(directory, metadata, MetadataIndex(key, chunk.offsets))
+        piece = stored_slice(directory, metadata, MetadataIndex(key, chunk.offsets))
         if piece.length < box.numel * dtype.itemsize:
             raise CheckpointError(
                 f'{directory}: {key} at {box.offsets}: {piece.length} bytes are stored, fewer than '
@@ -239,7 +248,12 @@ def _tensor_entry(
     return TensorEntry(shape, dtype, chunks)
 
 
-def _slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
+def stored_slice(directory: Path, metadata: Metadata, index: MetadataIndex) -> Slice:
+    """Where an entry is stored.
+
+    Raises:
+        CheckpointError: nowhere, or not plainly
+    """
     info = metadata.storage_data.get(index)
     where = entry_name(index)
     if info is None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,13 +35,23 @@ from torch.distributed.checkpoint.planner import (
 from torch.futures import Future
 
 from ..common.errors import CheckpointError
-from .accumulate import ChunkMerger, Stopped
+from .accumulate import Stopped
 from .geometry import Box
 from .payload import read_bytes
 from .plan import BytesJob, ChunkJob, MergePlan, RankShare
 
 
-class MergePlanner(SavePlanner):
+class ChunkMaker(Protocol):
+    """Makes output chunks, in one writer thread."""
+
+    def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
+        """Fill ``out``, one-dimensional, of the chunk's dtype and number of elements."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class MergePlanner[M: ChunkMaker](SavePlanner):
     """Plans one rank's share and merges each chunk when the writer asks for it.
 
     Args:
@@ -58,7 +69,7 @@ class MergePlanner(SavePlanner):
         self,
         share: RankShare,
         plan: MergePlan | None,
-        new_merger: Callable[[], ChunkMerger],
+        new_merger: Callable[[], M],
         stop: threading.Event,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> None:
@@ -71,7 +82,7 @@ class MergePlanner(SavePlanner):
         self._byte_jobs = {job.index: job for job in share.byte_entries}
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
-        self.mergers: list[ChunkMerger] = []
+        self.mergers: list[M] = []
 
     def set_up_planner(
         self,
@@ -114,7 +125,7 @@ class MergePlanner(SavePlanner):
         self._on_bytes(chunk.source_bytes)
         return out.view(chunk.box.sizes)
 
-    def _merger(self) -> ChunkMerger:
+    def _merger(self) -> M:
         if not hasattr(self._thread, 'merger'):
             self._thread.merger = self._new_merger()
             self.mergers.append(self._thread.merger)

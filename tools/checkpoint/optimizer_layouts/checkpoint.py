@@ -1,0 +1,118 @@
+"""What the input holds and where, from its metadata and common state; no tensor is read."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, stored_optimizer_format
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ..common.errors import CheckpointError, one_line
+from ..common.safe_load import METADATA_NAME, load_dcp_metadata
+from ..common.stored import check_file, common_state_place, read_common_state
+from ..merge.common_state import CommonState
+from ..merge.source import TRAINING_KEY, Slice, TensorEntry, read_config, stored_slice, tensor_entry
+
+OPTIMIZER_KEY = re.compile(r'(chained_\d+\.)*optimizer\.')
+_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
+
+
+@dataclass
+class Checkpoint:
+    """The content of one checkpoint.
+
+    Attributes:
+        directory: checkpoint directory
+        config: what ``metadata.json`` says
+        common: its common state
+        format: of the optimizer's state, as ``stored_optimizer_format`` names it
+        optimizer: the optimizer's tensors by FQN
+        optimizer_objects: its other entries
+        weights: the model's tensors by FQN
+        copied: all that isn't the optimizer's, as it is taken over; weights among it
+        reshaped: core's record of tensors stored under another global shape (core 0.14)
+    """
+
+    directory: Path
+    config: dict[str, object]
+    common: CommonState
+    format: str = ''
+    optimizer: dict[str, TensorEntry] = field(default_factory=dict)
+    optimizer_objects: dict[str, Slice] = field(default_factory=dict)
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
+    copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
+    reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def args(self) -> object:
+        """Saved arguments; an object without any where there are none."""
+        return self.common.state.get('args') or object()
+
+
+def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
+    """Read one checkpoint's metadata and common state.
+
+    Raises:
+        CheckpointError: another format than ``torch_dist``, damaged, or a file is too short
+    """
+    config = read_config(directory)
+    metadata = load_dcp_metadata(directory, trust=trust)
+    state = read_common_state(directory, common_state_place(metadata), trust=trust)
+    if state is None:
+        raise CheckpointError(f'{directory}: no common state, expected one of a training run')
+    checkpoint = Checkpoint(directory, config, CommonState(state, directory))
+    try:
+        checkpoint.format = stored_optimizer_format(
+            StoredCheckpoint(layout_from_metadata(metadata), state)
+        )
+        _take_entries(checkpoint, metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # fields of any type, where the file was damaged
+        raise CheckpointError(
+            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
+        ) from error
+    _check_files(checkpoint)
+    return checkpoint
+
+
+def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
+    directory = checkpoint.directory
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.split('/')[0] == 'common_state':
+            continue
+        of_optimizer = OPTIMIZER_KEY.match(key)
+        if isinstance(entry, TensorStorageMetadata):
+            tensor = tensor_entry(directory, key, entry, metadata)
+            if of_optimizer:
+                checkpoint.optimizer[key] = tensor
+                continue
+            checkpoint.copied[key] = tensor
+            if not TRAINING_KEY.match(key) and not _EXTRA_STATE.fullmatch(key):
+                checkpoint.weights[key] = tensor
+        elif isinstance(entry, BytesStorageMetadata):
+            piece = stored_slice(directory, metadata, MetadataIndex(key))
+            (checkpoint.optimizer_objects if of_optimizer else checkpoint.copied)[key] = piece
+        else:
+            raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
+    reshaped = getattr(metadata, 'mcore_data', None) or {}
+    checkpoint.reshaped = {key: reshaped[key] for key in checkpoint.copied if key in reshaped}
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    needed: dict[str, int] = {}
+    for entry in (
+        *checkpoint.copied.values(),
+        *checkpoint.optimizer.values(),
+        *checkpoint.optimizer_objects.values(),
+    ):
+        for piece in entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,):
+            needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
+    for name, size in needed.items():
+        check_file(checkpoint.directory / name, size)
