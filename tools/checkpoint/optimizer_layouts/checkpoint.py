@@ -1,6 +1,7 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ..merge.common_state import CommonState
 from ..merge.source import TRAINING_KEY, Slice, TensorEntry, read_config, stored_slice, tensor_entry
 
 OPTIMIZER_KEY = re.compile(r'(chained_\d+\.)*optimizer\.')
+_FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
 _EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 
 
@@ -53,6 +55,11 @@ class Checkpoint:
     def args(self) -> object:
         """Saved arguments; an object without any where there are none."""
         return self.common.state.get('args') or object()
+
+    def flattened_from(self, key: str) -> object:
+        """Shape that core recorded of a tensor whose shards it flattened; None where it didn't."""
+        record = self.reshaped.get(key)
+        return record.get(_FLATTENED_FROM) if isinstance(record, Mapping) else None
 
 
 def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
@@ -101,8 +108,7 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
             (checkpoint.optimizer_objects if of_optimizer else checkpoint.copied)[key] = piece
         else:
             raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
-    reshaped = getattr(metadata, 'mcore_data', None) or {}
-    checkpoint.reshaped = {key: reshaped[key] for key in checkpoint.copied if key in reshaped}
+    checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})
 
 
 def _check_files(checkpoint: Checkpoint) -> None:

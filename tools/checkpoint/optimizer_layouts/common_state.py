@@ -20,6 +20,7 @@ def converted_common_state(
     content = {
         'distrib_optim_sharding_type': TARGET,
         'distrib_optim_fully_reshardable_mem_efficient': False,
+        'chained_optim_avoid_prefix': True,
     }
     stored = common.state.get('content_metadata')
     if isinstance(stored, Mapping):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..common.errors import CheckpointError
-from . import dp_reshardable
+from . import dp_reshardable, model_space
 from .checkpoint import Checkpoint
 from .plan import OptimizerPlan
 
@@ -11,6 +11,7 @@ TARGET = 'fully_reshardable'
 
 FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
     'dp_reshardable': dp_reshardable.plan_optimizer,
+    'fully_sharded_model_space': model_space.plan_optimizer,
 }
 
 

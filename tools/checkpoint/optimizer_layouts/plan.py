@@ -163,7 +163,11 @@ def output_chunks(
 def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int) -> ConversionPlan:
     """The plan of the whole output, shared out over ranks by size, largest first."""
     plan = ConversionPlan(
-        config=checkpoint.config, reshaped=checkpoint.reshaped, optimizer=optimizer
+        config=checkpoint.config,
+        reshaped={
+            key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
+        },
+        optimizer=optimizer,
     )
     plan.tensors = optimizer.tensors
     for key, entry in checkpoint.copied.items():
