@@ -54,11 +54,12 @@ def convert_optimizer(
         CheckpointError: (a ``ValueError``) anything wrong with the input, the files or the other
             ranks; nothing is published then
     """
-    from .common.errors import CheckpointError
     from .common.overlay import why_not_active
 
     reason = why_not_active('megatron.core.dist_checkpointing.load_plan')
     if reason is not None:
+        from .common.errors import CheckpointError
+
         raise CheckpointError(reason)
 
     from .optimizer_layouts.prepare import Request

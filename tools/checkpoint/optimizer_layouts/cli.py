@@ -88,13 +88,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
-    from ..common.errors import CheckpointError
     from ..common.overlay import why_not_active
 
     reason = why_not_active('megatron.core.dist_checkpointing.load_plan')
     if reason is not None:
         return complain(reason)
 
+    from ..common.errors import CheckpointError
     from ..common.publish import Interrupted
     from ..merge.ranks import RankLost
     from .prepare import Request
