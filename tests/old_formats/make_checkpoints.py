@@ -14,23 +14,20 @@ iterations and saves, then trains and saves another two. Written to ``data/``:
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.cpu_megatron.whole_checkpoint import read_tensors
+from tests.old_formats.stored import DATA, EXPECTED, digests
 
-DATA = Path(__file__).parent / 'data'
 _LAST_TO_READ = '0.15.0'
 _SIZES = [
     *('--num-layers', '2', '--hidden-size', '16', '--ffn-hidden-size', '32'),
@@ -86,17 +83,6 @@ CASES = {
 }
 
 
-def digests(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of the named tensors."""
-    result = {}
-    for name in sorted(names):
-        tensor = tensors[name].contiguous()
-        digest = hashlib.sha256(f'{tensor.dtype} {list(tensor.shape)} '.encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
-        result[name] = digest.hexdigest()
-    return result
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description='Checkpoints of old releases, for the tests.')
@@ -104,12 +90,11 @@ def main() -> None:
     parser.add_argument('cases', nargs='*', metavar='CASE', help='default: all')
     options = parser.parse_args()
     DATA.mkdir(exist_ok=True)
-    into = DATA / 'expected.json'
     with tempfile.TemporaryDirectory() as work:
         for name in options.cases or CASES:
-            expected = json.loads(into.read_text()) if into.exists() else {}
+            expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
             expected[name] = _make(name, CASES[name], options.megatron_lm, Path(work))
-            into.write_text(json.dumps(dict(sorted(expected.items())), indent=1) + '\n')
+            EXPECTED.write_text(json.dumps(dict(sorted(expected.items())), indent=1) + '\n')
 
 
 def _make(name: str, case: Case, megatron_lm: Path, work: Path) -> dict:
@@ -123,7 +108,7 @@ def _make(name: str, case: Case, megatron_lm: Path, work: Path) -> dict:
             archive.add(path, path.relative_to(saved))
     return {
         'steps': [json.loads(line) for line in log.read_text().splitlines()],
-        'weights': _digests(saved / 'iter_0000004', optimizer=False),
+        'weights': digests(read_tensors(str(saved / 'iter_0000004')), optimizer=False),
         'optimizer': _by_core(megatron_lm, case, saved, work),
     }
 
@@ -140,14 +125,7 @@ def _by_core(megatron_lm: Path, case: Case, saved: Path, work: Path) -> dict[str
     except subprocess.CalledProcessError as error:
         print(error.output[-3000:], file=sys.stderr)
         return None
-    return _digests(twin / 'iter_0000002', optimizer=True)
-
-
-def _digests(path: Path, optimizer: bool) -> dict[str, str]:
-    tensors = read_tensors(str(path))
-    # chained_0. stands before them in the oldest releases
-    keys = [key for key in tensors if ('optimizer.state.' in key) == optimizer]
-    return digests(tensors, keys)
+    return digests(read_tensors(str(twin / 'iter_0000002')), optimizer=True)
 
 
 def _train(
