@@ -28,7 +28,7 @@ def digests(tensors: Mapping[str, torch.Tensor], optimizer: bool) -> dict[str, s
     """SHA-256 of dtype, shape and bytes: of the optimizer's tensors, or of the weights."""
     result = {}
     for name, tensor in sorted(tensors.items()):
-        if ('optimizer.state.' in name) == optimizer:
+        if ('optimizer.' in name) == optimizer:
             digest = hashlib.sha256(f'{tensor.dtype} {list(tensor.shape)} '.encode())
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
             result[name] = digest.hexdigest()

@@ -111,6 +111,7 @@ def _pretrain(log: Path) -> None:
 
 def _forward_step(iterator, model):
     from megatron import core
+    from megatron.core import parallel_state
 
     from tests.cpu_megatron.synthetic_data import forward_step
 
@@ -119,8 +120,11 @@ def _forward_step(iterator, model):
         return output, loss_func
 
     def as_pair(output):
+        # there the report is of all ranks already, a sum and its number of tokens
         loss, tokens, report = loss_func(output)
-        return loss, tokens, {name: tuple(value) for name, value in report.items()}
+        for pair in report.values():
+            torch.distributed.all_reduce(pair, group=parallel_state.get_data_parallel_group())
+        return loss, tokens, {name: tuple(pair) for name, pair in report.items()}
 
     return output, as_pair
 
