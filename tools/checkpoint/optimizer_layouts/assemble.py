@@ -156,9 +156,10 @@ def _mismatch(
         at: the element of the chunk that differs
     """
     piece = next(piece for piece in pieces if piece.at <= at < piece.at + piece.count)
+    begin = [*piece.stored.box.offsets[:-1], piece.stored.box.offsets[-1] + piece.start]
     found = main[at if main.numel() == job.box.numel else at - start]
     return (
-        f'{piece.stored.path}: {piece.key} at {piece.stored.box.offsets[0] + piece.start}: taken '
+        f'{piece.stored.path}: {piece.key} at {begin}: taken '
         f'for {job.weight_key} at {job.box.offsets}, whose element {at} is '
         f'{float(block[at - start]):.9g} in {weight.path}, but holds {float(found):.9g}: these '
         'weights and this optimizer state do not belong together, or are damaged; nothing is '

@@ -16,8 +16,9 @@ _DESCRIPTION = """\
 Convert a torch_dist checkpoint's optimizer state into fully_reshardable, which loads into any TP,
 PP, EP, VPP and DP size, GPT and hybrid.
 
-Read are dp_reshardable checkpoints, megatron-core's default. The place of every parameter is
-derived from the metadata and proven by its weight, bit for bit; what can't be proven is refused.
+Read are dp_reshardable checkpoints, megatron-core's default, and fully_sharded_model_space, the
+default up to megatron-core 0.14. The place of every parameter is derived from the metadata and
+proven by its weight, bit for bit; what can't be proven is refused.
 Weights and all other state are copied as they are. Nothing is built or run on a GPU. Start it with
 plain python for one process, with torchrun or srun for several. An existing output is never
 replaced, and on any error or signal nothing is published.

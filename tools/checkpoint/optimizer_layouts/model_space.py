@@ -137,8 +137,9 @@ def _shard_sizes(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ..
 def _settings(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """What the common state keeps of each optimizer, without numbers that the groups have, too."""
     state = checkpoint.common.state.get('optimizer')
-    chained = isinstance(state, Mapping) and state and all(isinstance(key, int) for key in state)
-    optimizers = [state[key] for key in sorted(state)] if chained else [state]
+    optimizers = [state]
+    if isinstance(state, Mapping) and state and all(isinstance(key, int) for key in state):
+        optimizers = [state[key] for key in sorted(state)]
     return [_settings_of_one(checkpoint, optimizer) for optimizer in optimizers]
 
 

@@ -80,7 +80,8 @@ class Position:
 
     Attributes:
         name: as the checkpoint's keys have it
-        parameters, elements, buckets: how many; elements are those of the main parameters
+        parameters, elements, buckets: how many; elements are those of the main parameters, and
+            there are no buckets where state is stored by parameter
     """
 
     name: str

@@ -66,8 +66,8 @@ def plan_text(result: ConversionResult) -> str:
     """The plan: what is stored at which position, and what is written where."""
     lines = [f'input: {result.input_dir}, optimizer state {result.format}']
     lines += [
-        f'  {position.name}: {position.parameters} parameters, {position.elements} elements in '
-        f'{position.buckets} bucket{"s" if position.buckets != 1 else ""}'
+        f'  {position.name}: {position.parameters} parameters, {position.elements} elements'
+        + _in_buckets(position.buckets)
         for position in result.positions[:_MOST_POSITIONS]
     ]
     if len(result.positions) > _MOST_POSITIONS:
@@ -86,6 +86,10 @@ def plan_text(result: ConversionResult) -> str:
             + (', …' if len(result.without_state) > 4 else '')
         )
     return '\n'.join(lines + [f'warning: {text}' for text in result.warnings])
+
+
+def _in_buckets(number: int) -> str:
+    return f' in {number} bucket{"s" if number != 1 else ""}' if number else ''
 
 
 def report_text(result: ConversionResult) -> str:

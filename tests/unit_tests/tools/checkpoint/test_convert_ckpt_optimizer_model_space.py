@@ -121,7 +121,7 @@ def test_the_next_steps_of_0_12(converted, tmp_path):
     name = 'core-0.12-moe-ep2'
     log, _ = resume(name, CASES[name].ranks, converted[name][1], tmp_path)
     for step, wanted in zip(log, steps(name), strict=True):
-        assert step == pytest.approx(wanted, rel=1e-4)
+        assert step == pytest.approx(wanted, rel=1e-3)
 
 
 def steps(name):
