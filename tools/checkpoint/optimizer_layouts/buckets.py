@@ -1,8 +1,8 @@
 """The buckets of a ``dp_reshardable`` checkpoint, as its keys and chunks tell.
 
 ``chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16,
-torch.float32).bucket_idx_0.exp_avg`` is a one-dimensional tensor: of the optimizer 1 of the chain, at
-the model-parallel position 0, the first buffer's first bucket. Its chunks are the parameters, cut
+torch.float32).bucket_idx_0.exp_avg`` is a one-dimensional tensor: the first bucket of the first
+buffer of optimizer 1 of the chain at model-parallel position 0. Its chunks are the parameters, cut
 where a data-parallel rank's share ends, and what is between them.
 """
 
@@ -193,13 +193,9 @@ def _cut_by_shares(sizes: list[int], places: list[Place], buckets: list[Bucket])
     for size, place in zip(sizes, places, strict=True):
         spans[id(place.bucket)].append((place.start, place.start + size))
     for bucket in buckets:
-        cuts = {
-            cut
-            for start, end in spans[id(bucket)]
-            for cut in bucket.edges[
-                bisect_right(bucket.edges, start) : bisect_left(bucket.edges, end)
-            ]
-        }
+        edges, cuts = bucket.edges, set[int]()
+        for start, end in spans[id(bucket)]:
+            cuts.update(edges[bisect_right(edges, start) : bisect_left(edges, end)])
         share = math.gcd(*cuts)
         for start, end in spans[id(bucket)] if cuts else ():
             first = (start // share + 1) * share

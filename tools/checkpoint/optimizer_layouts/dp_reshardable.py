@@ -76,10 +76,9 @@ def _derive(
             found.append((order, positions))
     if not found:
         raise CheckpointError(
-            f"{checkpoint.directory}: the weights' parameters don't fill the optimizer's buckets in "
-            f'any known order of modules (tensor-parallel size {model.tensor_size}, '
-            f'{len(model.parameters)} parameters); frozen parameters and modules of other makes '
-            'are not converted'
+            f"{checkpoint.directory}: the {len(model.parameters)} parameters of the weights don't "
+            "fill the optimizer's buckets in any known order of modules (tensor-parallel size "
+            f'{model.tensor_size}); frozen parameters and modules of other makes are not converted'
         )
     if len(found) > 1:
         raise CheckpointError(
@@ -205,10 +204,8 @@ def _plan(
     buffers: Mapping[tuple[int, int], list[Buffer]],
     positions: Positions,
 ) -> OptimizerPlan:
-    states = sorted(
-        next(iter(buffers.values()))[0].buckets[0].tensors,
-        key=lambda state: (state != PARAM, state),
-    )
+    stored = next(iter(buffers.values()))[0].buckets[0].tensors
+    states = [PARAM, *sorted(set(stored) - {PARAM})]
     found: dict[Part, list[dict[str, tuple[Piece, ...]]]] = defaultdict(list)
     report: list[Position] = []
     padding = 0

@@ -166,7 +166,8 @@ def _unknown(parameter: Parameter) -> CheckpointError:
 
 def possible_orders(parameters: Iterable[Parameter]) -> Iterator[Order]:
     """Every order that these parameters may have been registered in."""
-    linears, experts = set(), False
+    linears: set[str] = set()
+    experts = False
     for parameter in parameters:
         match = _NORM.fullmatch(parameter.name)
         if match:

@@ -1,10 +1,10 @@
 """The parameters of each rank, as the stored weights' chunks tell.
 
 A chunk of a weight is what one tensor-parallel rank has of it. A rank's parameter is one chunk
-(``linear_proj.weight``), two of one key (gate and up of a gated ``linear_fc1``, one beside the other
-in the parameter and apart in the stored tensor), or several keys' (``in_proj.weight.z``, ``.x``, … of
-a Mamba mixer). Layers and experts are stacked on leading axes of a stored weight:
-``decoder.layers.mlp.linear_fc1.weight`` of shape (layers, …), where a key has no number.
+(``linear_proj.weight``), two of one key (gate and up of a gated ``linear_fc1``, side by side in the
+parameter and apart in the stored tensor), or those of several keys (``in_proj.weight.z``, ``.x``, …
+of a Mamba mixer). Where a key has no number, layers and experts are stacked on leading axes of the
+stored weight: ``decoder.layers.mlp.linear_fc1.weight`` of shape (layers, …).
 """
 
 import re
@@ -115,14 +115,10 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
         expert_size = max(
             (len(parts['']) for unit, parts in units.items() if _is_plain_expert(unit)), default=1
         )
-    parameters = [
-        Parameter(
-            *unit,
-            dtypes[unit],
-            _ranks(checkpoint, unit, parts, size if unit[2] < 0 else expert_size),
-        )
-        for unit, parts in units.items()
-    ]
+    parameters = []
+    for unit, parts in units.items():
+        ranks = _ranks(checkpoint, unit, parts, size if unit[2] < 0 else expert_size)
+        parameters.append(Parameter(*unit, dtypes[unit], ranks))
     return Model(parameters, buffers, size, expert_size)
 
 
@@ -205,7 +201,7 @@ def _ranks(
         return ((chunks[0],),)
     if len(chunks) % size:
         raise CheckpointError(
-            f'{checkpoint.directory}: {chunks[0][0]}: {len(chunks)} chunks of a parameter, expected '
-            f'1 or a multiple of the {size} tensor-parallel ranks'
+            f'{checkpoint.directory}: {chunks[0][0]}: {len(chunks)} chunks of a parameter, '
+            f'expected 1 or a multiple of the {size} tensor-parallel ranks'
         )
     return tuple(tuple(chunks[rank::size]) for rank in range(size))
