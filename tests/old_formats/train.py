@@ -147,6 +147,7 @@ def _model(pre_process: bool = True, post_process: bool = True, vp_stage: int | 
     return GPTModel(
         config,
         spec,
+        **({} if vp_stage is None else {'vp_stage': vp_stage}),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
