@@ -143,7 +143,7 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     layout = None
     if _kind(model) != OTHER:
         layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
-    load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release)
+    load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release, checkpoint_name)
     if not _UPSTREAM_RETARGETS:
         _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
 

@@ -4,8 +4,10 @@
 pure data.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,7 @@ PLAIN = 'plain'
 # Formats of the distributed optimizer that store state by parameter, and that a run can ask for.
 # The older `fully_sharded_model_space` has the same keys, but core makes no request for it since
 # 0.16.
+IN_BUCKETS = 'dp_reshardable'  # core's default
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
 
 LEGACY_REFUSAL = (
@@ -53,12 +56,14 @@ class StoredCheckpoint:
         common: its common state; of that, ``args`` and ``content_metadata`` may be missing.
         format: ``torch_dist`` or another name of ``--ckpt-format``.
         release: it is a release, of which nothing but weights is loaded.
+        directory: of its iteration, for messages; may be empty.
     """
 
     layout: CheckpointLayout | None
     common: Mapping[str, Any] = field(default_factory=dict)
     format: str = TORCH_DIST
     release: bool = False
+    directory: str = ''
 
     @property
     def args(self) -> Any:
@@ -105,7 +110,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     try:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
-            return LoadPlan()
+            return LoadPlan(optimizer_refusal=_other_layout(stored, args))
         if source == GPT:
             layer_maps, notes = _gpt_into_hybrid(stored, args)
         else:
@@ -302,6 +307,12 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
+    if kind == IN_BUCKETS:
+        return True, (
+            f'The optimizer state of the checkpoint is {kind!r}, which belongs to the layout that '
+            f'saved it. Convert it and load the result: {conversion_command(stored.directory)}; or '
+            f'pass --no-load-optim.'
+        )
     if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
         return True, (
             f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only '
@@ -310,6 +321,43 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             f'--no-load-optim.'
         )
     return True, ''
+
+
+def _other_layout(stored: StoredCheckpoint, args: Any) -> str:
+    """Why optimizer state in buckets doesn't go into a run of another TP or PP size; or empty."""
+    if (
+        stored.release
+        or stored.format != TORCH_DIST
+        or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
+        or getattr(stored.args, 'no_save_optim', False) is True
+        or not getattr(args, 'use_distributed_optimizer', False)
+        or stored_optimizer_format(stored) != IN_BUCKETS
+    ):
+        return ''
+    sizes = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
+    saved, own = ([getattr(of, name, 1) for name in sizes] for of in (stored.args, args))
+    if saved == own:
+        return ''
+    return (
+        f'The optimizer state of the checkpoint is {IN_BUCKETS!r}, saved with TP {saved[0]} and PP '
+        f'{saved[1]}, and the run has TP {own[0]} and PP {own[1]}. Convert it and load the result: '
+        f'{conversion_command(stored.directory)}; or pass --no-load-optim.'
+    )
+
+
+def conversion_command(directory: str) -> str:
+    """What makes optimizer state in buckets load into any layout.
+
+    Args:
+        directory: of the checkpoint's iteration; where empty, the command has no paths.
+    """
+    path = PurePath(directory)
+    root = path.parent if path.name.startswith('iter_') else path
+    source, target = (directory, f'{root}-fully-reshardable') if directory else ('DIR', 'OUT')
+    return (
+        f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
+        f'--save-dir {shlex.quote(target)}'
+    )
 
 
 def _another_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metad
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.load_plan import (
     StoredCheckpoint,
+    conversion_command,
     is_layer_wise,
     stored_optimizer_format,
 )
@@ -252,8 +253,8 @@ def with_overlay(report: ResumeReport) -> list[str]:
     if len(report.steps) > 1:
         lines.append('the parameter groups disagree on the step: loading will be refused')
     if report.in_buckets:
-        lines.append('only the data-parallel size may change (--dist-ckpt-optim-fully-reshardable')
-        lines[-1] += ' when saving lets the others change, too)'
+        command = conversion_command(str(report.checkpoint_dir))
+        lines.append(f'only the data-parallel size may change; for the others first: {command}')
     return lines
 
 

@@ -63,7 +63,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
-    stored = StoredCheckpoint(layout, common, format_, found.release)
+    stored = StoredCheckpoint(layout, common, format_, found.release, str(directory))
     return CheckpointSummary(
         directory=directory,
         load=found.load,
