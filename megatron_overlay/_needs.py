@@ -354,6 +354,7 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.dist_checkpointing.load_plan',
             'megatron.core.optimizer.resume_report',
         ],
         'names': {

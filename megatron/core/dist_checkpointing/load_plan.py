@@ -32,10 +32,14 @@ TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
 # Optimizer state by parameter, of an optimizer that isn't distributed, or distributed by layers.
 PLAIN = 'plain'
 # Formats of the distributed optimizer that store state by parameter, and that a run can ask for.
-# The older `fully_sharded_model_space` has the same keys, but core makes no request for it since
-# 0.16.
-IN_BUCKETS = 'dp_reshardable'  # core's default
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
+IN_BUCKETS = 'dp_reshardable'  # core's default
+FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
+# What `megatron-convert-optimizer` makes one of the former of.
+CONVERTED_FORMATS = {
+    IN_BUCKETS: 'which belongs to the layout that saved it',
+    FLATTENED: 'which megatron-core loads up to 0.15 only',
+}
 
 LEGACY_REFUSAL = (
     'legacy torch checkpoints are not translated between GPT and hybrid; a run of the model that '
@@ -110,7 +114,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     try:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
-            return LoadPlan(optimizer_refusal=_other_layout(stored, args))
+            return LoadPlan(optimizer_refusal=_to_be_converted(stored, args))
         if source == GPT:
             layer_maps, notes = _gpt_into_hybrid(stored, args)
         else:
@@ -175,13 +179,13 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
         # Upstream's rule for them.
         full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-        found = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
+        found = FLATTENED if full else 'dp_zero_gather_scatter'
     in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
         if layout is None:
             return PLAIN
         model_space = any('optimizer.state.param.' in key for key in layout.keys)
-        in_model_space = 'fully_sharded_model_space' if model_space else PLAIN
+        in_model_space = FLATTENED if model_space else PLAIN
         return 'dp_reshardable' if in_buckets else in_model_space
     return PLAIN if found == 'dp_reshardable' and not in_buckets else found
 
@@ -307,12 +311,8 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
-    if kind == IN_BUCKETS:
-        return True, (
-            f'The optimizer state of the checkpoint is {kind!r}, which belongs to the layout that '
-            f'saved it. Convert it and load the result: {conversion_command(stored.directory)}; or '
-            f'pass --no-load-optim.'
-        )
+    if kind in CONVERTED_FORMATS:
+        return True, _convert(stored, kind, CONVERTED_FORMATS[kind])
     if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
         return True, (
             f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only '
@@ -323,30 +323,39 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
     return True, ''
 
 
-def _other_layout(stored: StoredCheckpoint, args: Any) -> str:
-    """Why optimizer state in buckets doesn't go into a run of another TP or PP size; or empty."""
+def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
+    """Why optimizer state goes into the run after a conversion only; empty where it does without.
+
+    In buckets it goes into runs of the same TP and PP size.
+    """
     if (
         stored.release
         or stored.format != TORCH_DIST
         or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
         or getattr(stored.args, 'no_save_optim', False) is True
         or not getattr(args, 'use_distributed_optimizer', False)
-        or stored_optimizer_format(stored) != IN_BUCKETS
     ):
         return ''
+    kind = stored_optimizer_format(stored)
+    if kind == FLATTENED:
+        return _convert(stored, kind, CONVERTED_FORMATS[kind])
     sizes = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
     saved, own = ([getattr(of, name, 1) for name in sizes] for of in (stored.args, args))
-    if saved == own:
+    if kind != IN_BUCKETS or saved == own:
         return ''
+    why = f'saved with TP {saved[0]} and PP {saved[1]}, and the run has TP {own[0]} and PP {own[1]}'
+    return _convert(stored, kind, why)
+
+
+def _convert(stored: StoredCheckpoint, kind: str, why: str) -> str:
     return (
-        f'The optimizer state of the checkpoint is {IN_BUCKETS!r}, saved with TP {saved[0]} and PP '
-        f'{saved[1]}, and the run has TP {own[0]} and PP {own[1]}. Convert it and load the result: '
-        f'{conversion_command(stored.directory)}; or pass --no-load-optim.'
+        f'The optimizer state of the checkpoint is {kind!r}, {why}. Convert it and load the '
+        f'result: {conversion_command(stored.directory)}; or pass --no-load-optim.'
     )
 
 
 def conversion_command(directory: str) -> str:
-    """What makes optimizer state in buckets load into any layout.
+    """What makes optimizer state of `CONVERTED_FORMATS` load into any layout.
 
     Args:
         directory: of the checkpoint's iteration; where empty, the command has no paths.

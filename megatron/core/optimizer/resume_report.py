@@ -14,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.load_plan import (
+    FLATTENED,
     StoredCheckpoint,
     conversion_command,
     is_layer_wise,
@@ -68,7 +69,7 @@ class ResumeReport:
     @property
     def loads(self) -> bool:
         """Whether there is optimizer state that a run can go on with."""
-        return self.sharding_type != 'none' and len(self.steps) <= 1
+        return self.sharding_type not in ('none', FLATTENED) and len(self.steps) <= 1
 
     @property
     def release(self) -> bool:
@@ -243,6 +244,9 @@ def with_overlay(report: ResumeReport) -> list[str]:
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.layer_wise:
         return ['an optimizer that is distributed by layers is left to megatron-core']
+    if report.sharding_type == FLATTENED:
+        command = conversion_command(str(report.checkpoint_dir))
+        return [f'{FLATTENED} is loaded by megatron-core up to 0.15 only; first: {command}']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']

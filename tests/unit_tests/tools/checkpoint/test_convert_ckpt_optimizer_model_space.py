@@ -6,6 +6,9 @@ import re
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.resume_report import describe, read_resume_report
+from megatron.core.optimizer.weight_check import check_weights
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.cpu_megatron import warm
@@ -13,6 +16,7 @@ from tests.cpu_megatron.recorder import read_log
 from tests.cpu_megatron.whole_checkpoint import read_tensors
 from tests.old_formats.make_checkpoints import CASES
 from tests.old_formats.stored import digests, expected, unpack
+from tools.checkpoint import inspect_checkpoint
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 
 CONVERTED = [name for name in CASES if 'gathered' not in name]
@@ -304,6 +308,20 @@ def test_the_dry_run_tells_what_there_is(checkpoint, tmp_path, capsys):
     elements = sum(weight.numel() for weight in weights)
     assert f'optimizer: {len(weights)} parameters, {elements} elements' in capsys.readouterr().out
     assert not (tmp_path / 'out').exists()
+
+
+def test_who_would_load_it_is_told_the_command(tmp_path, capsys):
+    """By the load itself, the inspector, the resume report and the comparison with the weights."""
+    name = 'core-0.13-pp2-fp32'
+    old = unpack(name, tmp_path / 'old')
+    command = f'megatron-convert-optimizer --load-dir {old / ITERATION} --save-dir {old}-fully-'
+    with pytest.raises(AssertionError, match=re.escape(command)):
+        resume(name, 2, old, tmp_path)
+    assert inspect_checkpoint.main([str(old)]) == 0
+    assert capsys.readouterr().out.count(command) == 2
+    assert command in describe(read_resume_report(old))
+    with pytest.raises(CheckpointingException, match=re.escape(command)):
+        check_weights(old)
 
 
 def test_gathered_buffers_are_refused_by_name(tmp_path, capsys):
