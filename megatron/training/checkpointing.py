@@ -172,8 +172,7 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     layout = None
     if _kind(model) != OTHER:
         layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
-    load.directory = checkpoint_name
-    load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release)
+    load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release, checkpoint_name)
     if not _UPSTREAM_RETARGETS:
         _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
 
@@ -193,7 +192,7 @@ def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args
     wanted = set().union(*asked)
     if wanted:
         reason = unstored_reason({name: unstored[name] for name in unstored if name in wanted})
-        raise CheckpointingException(f'{load.directory}: {reason}')
+        raise CheckpointingException(f'{load.stored.directory}: {reason}')
 
 
 def _asks_for_others(sharded_state_dict: dict | None, name: str, keys: Set[str]) -> bool:

@@ -22,7 +22,6 @@ class Load:
     Attributes:
         model, optimizer, args, strict: as the call has them.
         changes: what is set on model and optimizer for the call, and put back after it.
-        directory: of the checkpoint's iteration, once it has been looked at.
         stored: the checkpoint, then.
         plan: what is done with it.
         retarget: points the run's state at a checkpoint of the other kind; None where upstream
@@ -35,7 +34,6 @@ class Load:
     args: Any
     strict: bool = True
     changes: ExitStack = field(default_factory=ExitStack)
-    directory: str = ''
     stored: StoredCheckpoint | None = None
     plan: LoadPlan = LoadPlan()
     retarget: Callable | None = None

@@ -6,8 +6,6 @@ but in processes whose environment holds :data:`ON_GPU`: those have the real ``t
 """
 
 import os
-import sys
-from typing import NoReturn
 
 os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
 os.environ.setdefault('CUDA_DEVICE_MAX_CONNECTIONS', '1')
@@ -73,14 +71,3 @@ def activate_overlay() -> None:
         import megatron_overlay
 
         megatron_overlay.activate()
-
-
-def leave() -> NoReturn:
-    """End this process, which has done its work, without taking Python down.
-
-    A thread of gloo's that lets go of a tensor while Python is taken down aborts the process
-    now and then (``terminate called without an active exception``).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

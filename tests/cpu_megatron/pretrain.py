@@ -106,4 +106,3 @@ def _take_down() -> None:
 
 if __name__ == '__main__':
     main()
-    cpu_megatron.leave()

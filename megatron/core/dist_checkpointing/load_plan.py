@@ -5,8 +5,10 @@ pure data.
 """
 
 import inspect
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +37,14 @@ TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
 # Optimizer state by parameter, of an optimizer that isn't distributed, or distributed by layers.
 PLAIN = 'plain'
 # Formats of the distributed optimizer that store state by parameter, and that a run can ask for.
-# The older `fully_sharded_model_space` has the same keys, but core makes no request for it since
-# 0.16.
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
+IN_BUCKETS = 'dp_reshardable'  # core's default
+FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
+# What `megatron-convert-optimizer` makes one of the former of.
+CONVERTED_FORMATS = {
+    IN_BUCKETS: 'which belongs to the layout that saved it',
+    FLATTENED: 'which megatron-core loads up to 0.15 only',
+}
 
 LEGACY_REFUSAL = (
     'legacy torch checkpoints are not translated between GPT and hybrid; a run of the model that '
@@ -58,12 +65,14 @@ class StoredCheckpoint:
         common: its common state; of that, ``args`` and ``content_metadata`` may be missing.
         format: ``torch_dist`` or another name of ``--ckpt-format``.
         release: it is a release, of which nothing but weights is loaded.
+        directory: of its iteration, for messages; may be empty.
     """
 
     layout: CheckpointLayout | None
     common: Mapping[str, Any] = field(default_factory=dict)
     format: str = TORCH_DIST
     release: bool = False
+    directory: str = ''
 
     @property
     def args(self) -> Any:
@@ -110,7 +119,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     try:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
-            return LoadPlan()
+            return LoadPlan(optimizer_refusal=_to_be_converted(stored, args))
         if torch_refusal():
             raise _RefusedError(torch_refusal())
         if source == GPT:
@@ -199,13 +208,13 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
         # Upstream's rule for them.
         full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-        found = 'fully_sharded_model_space' if full else 'dp_zero_gather_scatter'
+        found = FLATTENED if full else 'dp_zero_gather_scatter'
     in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
         if layout is None:
             return PLAIN
         model_space = any('optimizer.state.param.' in key for key in layout.keys)
-        in_model_space = 'fully_sharded_model_space' if model_space else PLAIN
+        in_model_space = FLATTENED if model_space else PLAIN
         return 'dp_reshardable' if in_buckets else in_model_space
     return PLAIN if found == 'dp_reshardable' and not in_buckets else found
 
@@ -362,6 +371,8 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
+    if kind in CONVERTED_FORMATS:
+        return True, _convert(stored, kind, CONVERTED_FORMATS[kind])
     if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
         return True, (
             f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only '
@@ -370,6 +381,52 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             f'--no-load-optim.'
         )
     return True, ''
+
+
+def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
+    """Why optimizer state goes into the run after a conversion only; empty where it does without.
+
+    In buckets it goes into runs of the same TP and PP size.
+    """
+    if (
+        stored.release
+        or stored.format != TORCH_DIST
+        or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
+        or getattr(stored.args, 'no_save_optim', False) is True
+        or not getattr(args, 'use_distributed_optimizer', False)
+    ):
+        return ''
+    kind = stored_optimizer_format(stored)
+    if kind == FLATTENED:
+        return _convert(stored, kind, CONVERTED_FORMATS[kind])
+    sizes = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
+    saved, own = ([getattr(of, name, 1) for name in sizes] for of in (stored.args, args))
+    if kind != IN_BUCKETS or saved == own:
+        return ''
+    why = f'saved with TP {saved[0]} and PP {saved[1]}, and the run has TP {own[0]} and PP {own[1]}'
+    return _convert(stored, kind, why)
+
+
+def _convert(stored: StoredCheckpoint, kind: str, why: str) -> str:
+    return (
+        f'The optimizer state of the checkpoint is {kind!r}, {why}. Convert it and load the '
+        f'result: {conversion_command(stored.directory)}; or pass --no-load-optim.'
+    )
+
+
+def conversion_command(directory: str) -> str:
+    """What makes optimizer state of `CONVERTED_FORMATS` load into any layout.
+
+    Args:
+        directory: of the checkpoint's iteration; where empty, the command has no paths.
+    """
+    path = PurePath(directory)
+    root = path.parent if path.name.startswith('iter_') else path
+    source, target = (directory, f'{root}-fully-reshardable') if directory else ('DIR', 'OUT')
+    return (
+        f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
+        f'--save-dir {shlex.quote(target)}'
+    )
 
 
 def _another_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> Iterator[str]:

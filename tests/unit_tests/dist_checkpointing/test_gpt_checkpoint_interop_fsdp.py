@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     retarget_fsdp_state_dict_to_gpt_checkpoint,
 )
 
-from tests.cpu_megatron import warm
+from tests.cpu_megatron.torchrun import torchrun
 
 PATTERN = 'M*-M*-'
 MAPS = gpt_compatible_layer_maps(PATTERN)
@@ -44,7 +44,7 @@ def gpt_keys(place='model', prefix='module.', below=('',)):
 
 
 def test_two_ranks_read_dtensors_from_a_gpt_checkpoint(tmp_path):
-    warm.run(2, 'tests.unit_tests.dist_checkpointing.read_fsdp_dtensors', str(tmp_path))
+    torchrun(2, 'tests.unit_tests.dist_checkpointing.read_fsdp_dtensors', str(tmp_path))
 
 
 @pytest.mark.parametrize('own', ['', 'module.', 'module.module.'])

@@ -67,7 +67,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
-    stored = StoredCheckpoint(layout, common, format_, found.release)
+    stored = StoredCheckpoint(layout, common, format_, found.release, str(directory))
     options = unstored_options(unstored_state(stored))
     return CheckpointSummary(
         directory=directory,

@@ -70,7 +70,7 @@ def _lines(checkpoint: str, **arguments: Any):
             f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
         )
     common = read_common_state(found.directory, found.metadata)
-    stored = StoredCheckpoint(layout, common, found.format, found.release)
+    stored = StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
         raise CheckpointingException(plan.refusal)

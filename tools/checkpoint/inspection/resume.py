@@ -14,7 +14,9 @@ import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    FLATTENED,
     StoredCheckpoint,
+    conversion_command,
     is_layer_wise,
     stored_optimizer_format,
 )
@@ -67,7 +69,8 @@ class ResumeReport:
     @property
     def loads(self) -> bool:
         """Whether there is optimizer state that a run can go on with."""
-        return OPTIMIZER not in self.unstored and len(self.steps) <= 1
+        unusable = OPTIMIZER in self.unstored or self.sharding_type == FLATTENED
+        return not unusable and len(self.steps) <= 1
 
     @property
     def release(self) -> bool:
@@ -248,6 +251,9 @@ def _with_overlay(report: ResumeReport) -> list[str]:
         return ['weights only: the optimizer starts fresh, from the loaded weights']
     if report.layer_wise:
         return ['an optimizer that is distributed by layers is left to megatron-core']
+    if report.sharding_type == FLATTENED:
+        command = conversion_command(str(report.checkpoint_dir))
+        return [f'{FLATTENED} is loaded by megatron-core up to 0.15 only; first: {command}']
     if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']
@@ -258,8 +264,8 @@ def _with_overlay(report: ResumeReport) -> list[str]:
     if len(report.steps) > 1:
         lines.append('the parameter groups disagree on the step: loading will be refused')
     if report.in_buckets:
-        lines.append('only the data-parallel size may change (--dist-ckpt-optim-fully-reshardable')
-        lines[-1] += ' when saving lets the others change, too)'
+        command = conversion_command(str(report.checkpoint_dir))
+        lines.append(f'only the data-parallel size may change; for the others first: {command}')
     return lines
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from megatron_overlay.standalone.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
+from megatron_overlay.standalone.dist_checkpointing.load_plan import FLATTENED, conversion_command
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -89,6 +90,12 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     chunks = _Chunks(directory, metadata)
     result = WeightCheck(directory)
     pairs = list(_pairs(chunks.tensors, result))
+    if not pairs and any(_is_flattened(key, chunks.tensors) for key in result.not_compared):
+        raise CheckpointingException(
+            f'{directory}: the main parameters are stored in flattened shards ({FLATTENED}); '
+            f'{conversion_command(str(directory))} puts them together and compares each with its '
+            f'weight'
+        )
     if not pairs:
         raise CheckpointingException(
             f'{directory}: no optimizer.state.param.<weight> beside a <weight>; only optimizer '
@@ -136,6 +143,15 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
             result.not_compared[key] = f'the weight is {stored.properties.dtype}'
         else:
             yield key, weight
+
+
+def _is_flattened(key: str, tensors: dict[str, TensorStorageMetadata]) -> bool:
+    match = _MAIN_PARAM.fullmatch(key)
+    weight = tensors.get(match[1]) if match else None
+    if weight is None:
+        return False
+    stored = tensors[key].size
+    return len(stored) == len(weight.size) + 1 and math.prod(stored) == math.prod(weight.size)
 
 
 def _is_training_state(key: str) -> bool:

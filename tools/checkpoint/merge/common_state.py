@@ -117,7 +117,7 @@ def output_common_state(
     """
     state = dict(chosen.state)
     if 'optimizer' in state:
-        state['optimizer'] = _without_optimizer_classes(state['optimizer'])
+        state['optimizer'] = without_optimizer_classes(state['optimizer'])
     if output_iteration is not None:
         state['iteration'] = output_iteration
         if isinstance(state.get('args'), Namespace) and hasattr(state['args'], 'iteration'):
@@ -127,15 +127,16 @@ def output_common_state(
     return state
 
 
-def _without_optimizer_classes(value: Any) -> Any:
+def without_optimizer_classes(value: Any) -> Any:
+    """A copy without the classes of optimizers in it, which can't be saved again."""
     if isinstance(value, dict):
         return {
-            key: _without_optimizer_classes(part)
+            key: without_optimizer_classes(part)
             for key, part in value.items()
             if not _is_optimizer_class(part)
         }
     if isinstance(value, list):
-        return [_without_optimizer_classes(part) for part in value if not _is_optimizer_class(part)]
+        return [without_optimizer_classes(part) for part in value if not _is_optimizer_class(part)]
     return value
 
 

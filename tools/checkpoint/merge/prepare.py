@@ -115,11 +115,19 @@ def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, st
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
-def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
+def refuse_later_tracker(
+    target: Path,
+    output_iteration: int | None,
+    given: str = '--output-iteration',
+    way_out: str = 'give another --merge-output',
+) -> None:
     """Raise where the tracker that is to name the output names a later iteration.
 
     Training that resumes there would silently start from the earlier one. A tracker that says
     nothing (missing, damaged, ``release``) is replaced.
+
+    Args:
+        given, way_out: what the message calls the iteration, and what it says to do
 
     Raises:
         CheckpointError: it does
@@ -132,8 +140,8 @@ def refuse_later_tracker(target: Path, output_iteration: int | None) -> None:
             continue
         if isinstance(found, int) and found > int(output_iteration or 0):
             raise CheckpointError(
-                f'{root / TRACKER_NAME}: names {found}, later than --output-iteration '
-                f'{output_iteration}, which it would name instead; give another --merge-output'
+                f'{root / TRACKER_NAME}: names {found}, later than {given} {output_iteration}, '
+                f'which it would name instead; {way_out}'
             )
 
 

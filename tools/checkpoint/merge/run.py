@@ -4,7 +4,6 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -15,18 +14,18 @@ from ..common import publish
 from ..common.errors import CheckpointError
 from ..common.paths import CONFIG_NAME, METADATA_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.publish import Interrupted, Publication
 from ..common.stored import check_file
 from .accumulate import ChunkMerger
+from .collective import publish_together, save_on_ranks
 from .common_state import output_common_state, save_common_state
 from .integrity import verify_manifests, write_manifest
 from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
-from .ranks import RankLost, Ranks, joined_ranks
+from .ranks import Ranks, joined_ranks
 from .report import MergeResult
 from .validate import validate_output
 from .verify import verify_share
-from .writer import MergePlanner, MergeWriter, save_merged
+from .writer import MergePlanner, MergeWriter
 
 
 @dataclass
@@ -108,45 +107,13 @@ def _write(
     begin: float,
     memory: int,
 ) -> MergeResult:
-    with ExitStack() as stack:
-        publication = ranks.agree(
-            lambda: stack.enter_context(_publication(prepared)), root_only=True
-        )
-        staging = ranks.scatter(
-            [publication.path(orders.target)] * ranks.size if publication else None
-        )
-        ranks.agree(lambda: _check_staging(staging))
-        result = _fill(request, ranks, prepared, orders, staging, memory)
-        started = perf_counter()
-
-        def commit() -> MergeResult:
-            assert publication is not None and result is not None
-            publication.commit()
-            result.timings.publish = perf_counter() - started
-            result.timings.total = perf_counter() - begin
-            return result
-
-        try:
-            result = ranks.agree(commit, root_only=True)
-            return ranks.scatter([result] * ranks.size if result else None)
-        except RankLost as error:
-            if publication is not None and publication.committed and result is not None:
-                return result
-            raise RankLost(
-                f'rank 0 was lost while publishing; see whether {orders.target} exists'
-            ) from error
-
-
-def _publication(prepared: Prepared | None) -> Publication:
-    assert prepared is not None
-    return Publication([prepared.target], prepared.trackers)
-
-
-def _check_staging(staging: Path) -> None:
-    if not staging.is_dir():
-        raise CheckpointError(
-            f"{staging.parent}: not shared: this rank doesn't see what rank 0 made there"
-        )
+    return publish_together(
+        ranks,
+        orders.target,
+        prepared.trackers if prepared else None,
+        lambda staging: _fill(request, ranks, prepared, orders, staging, memory),
+        begin,
+    )
 
 
 def _fill(
@@ -176,7 +143,7 @@ def _fill(
             bar.update,
         )
         writer = MergeWriter(staging, orders.target, threads, stop)
-        ranks.agree(lambda: _save(planner, writer, ranks))
+        ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
         publish.step('written')
         ranks.agree(lambda: _complete(prepared, staging), root_only=True)
         publish.step('completed')
@@ -193,24 +160,6 @@ def _fill(
     _summarise(prepared.result, figures)
     prepared.result.timings.verify = perf_counter() - written
     return prepared.result
-
-
-def _save(planner: MergePlanner, writer: MergeWriter, ranks: Ranks) -> None:
-    """Run the save with one thread for each writer thread's arithmetic."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        save_merged(planner, writer, ranks.group)
-    except (CheckpointError, Interrupted):
-        raise
-    except BaseException as error:  # DCP wraps errors of all ranks in one of its own
-        causes = [cause for cause, _ in getattr(error, 'failures', {}).values()]
-        for cause in causes:
-            if isinstance(cause, (CheckpointError, Interrupted)):
-                raise cause from error
-        raise CheckpointError(f"{writer.path}: can't be written: {[*causes, error][0]}") from error
-    finally:
-        torch.set_num_threads(before)
 
 
 def _complete(prepared: Prepared | None, staging: Path) -> None:
@@ -241,7 +190,7 @@ class _Figures:
 def _figures(
     request: Request,
     ranks: Ranks,
-    planner: MergePlanner,
+    planner: MergePlanner[ChunkMerger],
     orders: _Orders,
     staging: Path,
     wall: float,

@@ -143,7 +143,7 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
 
 
 def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
-    places = _Places(source.directory, metadata)
+    places = Places(source.directory, metadata)
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         if TRAINING_KEY.match(key):
@@ -153,10 +153,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
         elif not MODEL_KEY.match(key):
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
-            taken = _tensor_entry(key, entry, places)
+            taken = tensor_entry(key, entry, places)
             if _EXTRA_STATE.fullmatch(key):
                 source.extra_states[key] = taken
             else:
+                _check_averaged(source.directory, key, taken.dtype)
                 source.tensors[key] = taken
         else:
             _take_bytes(source, key, entry, places)
@@ -200,7 +201,7 @@ def read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def _take_common(source: Source, key: str, entry: object, places: '_Places') -> None:
+def _take_common(source: Source, key: str, entry: object, places: 'Places') -> None:
     if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
         raise CheckpointError(
             f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
@@ -209,7 +210,7 @@ def _take_common(source: Source, key: str, entry: object, places: '_Places') -> 
     source.embedded_common = places.slice(MetadataIndex(key))
 
 
-def _take_bytes(source: Source, key: str, entry: object, places: '_Places') -> None:
+def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> None:
     name = key.split('/shard_')[0]
     if not isinstance(entry, BytesStorageMetadata) or not _EXTRA_STATE.fullmatch(name):
         raise CheckpointError(
@@ -219,14 +220,22 @@ def _take_bytes(source: Source, key: str, entry: object, places: '_Places') -> N
     source.extra_states[key] = places.slice(MetadataIndex(key))
 
 
-def _tensor_entry(key: str, entry: TensorStorageMetadata, places: '_Places') -> TensorEntry:
-    directory = places.directory
-    dtype, shape = entry.properties.dtype, tuple(entry.size)
-    if dtype not in _AVERAGED_DTYPES and not _EXTRA_STATE.fullmatch(key):
+def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
+    if dtype not in _AVERAGED_DTYPES:
         raise CheckpointError(
             f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
             + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
         )
+
+
+def tensor_entry(key: str, entry: TensorStorageMetadata, places: 'Places') -> TensorEntry:
+    """A stored tensor with its chunks, which tile it.
+
+    Raises:
+        CheckpointError: they don't, or one isn't stored
+    """
+    directory = places.directory
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
     chunks: dict[Box, Slice] = {}
     for chunk in entry.chunks:
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
@@ -245,7 +254,7 @@ def _tensor_entry(key: str, entry: TensorStorageMetadata, places: '_Places') -> 
     return TensorEntry(shape, dtype, chunks)
 
 
-class _Places:
+class Places:
     """Where a checkpoint's metadata says that its entries are stored."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:

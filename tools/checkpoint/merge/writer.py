@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..common.errors import CheckpointError
-from .accumulate import ChunkMerger, Stopped
+from .accumulate import Stopped
 from .archive import Template, save_template, saved
 from .geometry import Box
 from .payload import read_bytes
@@ -60,7 +61,17 @@ class _Bytes(io.BytesIO):
         return memoryview(self._content)
 
 
-class MergePlanner(SavePlanner):
+class ChunkMaker(Protocol):
+    """Makes output chunks, in one writer thread."""
+
+    def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
+        """Fill ``out``, one-dimensional, of the chunk's dtype and number of elements."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class MergePlanner[M: ChunkMaker](SavePlanner):
     """Plans one rank's share and merges each chunk when the writer asks for it.
 
     Small chunks go to the writer as archives, many at once, in one item of bytes. They are what
@@ -83,7 +94,7 @@ class MergePlanner(SavePlanner):
         self,
         share: RankShare,
         plan: MergePlan | None,
-        new_merger: Callable[[], ChunkMerger],
+        new_merger: Callable[[], M],
         stop: threading.Event,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> None:
@@ -97,7 +108,7 @@ class MergePlanner(SavePlanner):
         self._byte_jobs = {job.index: job for job in share.byte_entries}
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
-        self.mergers: list[ChunkMerger] = []
+        self.mergers: list[M] = []
         small = (job for job in share.chunks if 0 < job.nbytes <= _SMALL)
         self.batches = {
             MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(_batches(small))
@@ -175,7 +186,7 @@ class MergePlanner(SavePlanner):
         self._on_bytes(job.source_bytes)
         return out
 
-    def _merger(self) -> ChunkMerger:
+    def _merger(self) -> M:
         if not hasattr(self._thread, 'merger'):
             self._thread.merger = self._new_merger()
             self.mergers.append(self._thread.merger)

@@ -1,0 +1,1 @@
+"""What ``convert_ckpt_optimizer.py`` is made of."""

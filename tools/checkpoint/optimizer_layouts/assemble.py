@@ -1,0 +1,167 @@
+"""Makes output chunks from their pieces, one at a time in the memory of a writer's thread.
+
+A main parameter, cast to its weight's dtype, has to be the weight, bit for bit: where it isn't, the
+pieces are not what the plan takes them for, or the checkpoint is damaged, and the work ends.
+"""
+
+import threading
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+
+from ..common.errors import CheckpointError
+from ..merge.accumulate import BLOCK_ELEMENTS, Stopped
+from ..merge.payload import OpenFiles, load_chunk, locate, read_exactly
+from ..merge.plan import ChunkJob, StoredChunk
+from .plan import OutputChunk, Piece
+
+_OPEN_FILES = 64
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Assembler:
+    """Fills output chunks with the buffers of one thread.
+
+    Args:
+        stop: ends the work at the next piece when set
+
+    Attributes:
+        read_seconds, math_seconds: where the time went
+        bytes_read: bytes of stored elements read
+        proven: elements of main parameters, copies among them, that are their weight's
+        different_copies: FQN to the number of replicated elements that other ranks store otherwise
+    """
+
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        self._stop = stop or threading.Event()
+        self._files = OpenFiles(_OPEN_FILES)
+        self._block = torch.empty(4 * BLOCK_ELEMENTS, dtype=torch.uint8, device='cpu')
+        self._other = torch.empty_like(self._block)
+        self.read_seconds = 0.0
+        self.math_seconds = 0.0
+        self.bytes_read = 0
+        self.proven = 0
+        self.different_copies: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
+        """Fill ``out``, of the chunk's dtype and number of elements, and prove it.
+
+        Raises:
+            CheckpointError: a file can't be read, or a main parameter isn't its weight
+            Stopped: another thread or rank failed
+        """
+        assert isinstance(job, OutputChunk)
+        for piece in job.pieces:
+            self._read(piece.stored, piece.key, piece.start, out[piece.at : piece.at + piece.count])
+        if job.weight is not None:
+            self._prove(job, job.weight, job.pieces, out)
+        for copy in job.copies:
+            self._compare(job, copy, out)
+
+    def _prove(
+        self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
+    ) -> None:
+        key = job.weight_key
+        for start in range(0, main.numel(), BLOCK_ELEMENTS):
+            values = main[start : start + BLOCK_ELEMENTS]
+            stored = _view(self._block, weight.dtype, values.numel())
+            self._read(weight, key, start, stored)
+            begin = perf_counter()
+            same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+            if not same.all():
+                at = start + int((~same).nonzero()[0])
+                raise CheckpointError(_mismatch(job, weight, pieces, main, stored, at, start))
+            self.math_seconds += perf_counter() - begin
+        self.proven += main.numel()
+
+    def _compare(self, job: OutputChunk, copy: Sequence[Piece], out: torch.Tensor) -> None:
+        """A replica against what is written; of a main parameter, its weight decides as well."""
+        different = 0
+        for piece in copy:
+            for start in range(0, piece.count, BLOCK_ELEMENTS):
+                count = min(BLOCK_ELEMENTS, piece.count - start)
+                values = _view(self._other, piece.stored.dtype, count)
+                self._read(piece.stored, piece.key, piece.start + start, values)
+                at = piece.at + start
+                same = _as_bits(values) == _as_bits(out[at : at + count])
+                if same.all():
+                    continue
+                different += count - int(same.sum())
+                if job.weight is not None:
+                    self._prove_part(job, job.weight, piece, values, at)
+        if job.weight is not None:
+            self.proven += out.numel()
+        if different:
+            self.different_copies[job.key] = self.different_copies.get(job.key, 0) + different
+
+    def _prove_part(
+        self, job: OutputChunk, weight: StoredChunk, piece: Piece, values: torch.Tensor, at: int
+    ) -> None:
+        stored = _view(self._block, weight.dtype, values.numel())
+        self._read(weight, job.weight_key, at, stored)
+        same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+        if not same.all():
+            first = int((~same).nonzero()[0])
+            raise CheckpointError(_mismatch(job, weight, [piece], values, stored, at + first, at))
+
+    def _read(self, stored: StoredChunk, key: str, start: int, out: torch.Tensor) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        if out.numel() == 0:
+            return
+        begin = perf_counter()
+        descriptor = self._files.get(stored.path)
+        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+        if offset is None:
+            chunk = load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+            out.copy_(chunk.contiguous().view(-1)[start : start + out.numel()])
+        else:
+            read_exactly(
+                descriptor,
+                memoryview(out.view(torch.uint8).numpy()),
+                offset + start * stored.dtype.itemsize,
+                stored.path,
+            )
+        self.bytes_read += out.numel() * out.itemsize
+        self.read_seconds += perf_counter() - begin
+
+
+def _view(memory: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
+    return memory[: count * dtype.itemsize].view(dtype)
+
+
+def _as_bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_AS_BITS[values.itemsize])
+
+
+def _mismatch(
+    job: OutputChunk,
+    weight: StoredChunk,
+    pieces: Sequence[Piece],
+    main: torch.Tensor,
+    block: torch.Tensor,
+    at: int,
+    start: int,
+) -> str:
+    """Says which stored element isn't that of the weight.
+
+    Args:
+        main: elements of the main parameter from ``at``'s block or piece on
+        block: the weight's elements from ``start`` on
+        at: the element of the chunk that differs
+    """
+    piece = next(piece for piece in pieces if piece.at <= at < piece.at + piece.count)
+    begin = [*piece.stored.box.offsets[:-1], piece.stored.box.offsets[-1] + piece.start]
+    found = main[at if main.numel() == job.box.numel else at - start]
+    return (
+        f'{piece.stored.path}: {piece.key} at {begin}: taken '
+        f'for {job.weight_key} at {job.box.offsets}, whose element {at} is '
+        f'{float(block[at - start]):.9g} in {weight.path}, but holds {float(found):.9g}: these '
+        'weights and this optimizer state do not belong together, or are damaged; nothing is '
+        'published, take another checkpoint'
+    )

@@ -1,0 +1,128 @@
+"""What the input holds and where, from its metadata and common state; no tensor is read."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    StoredCheckpoint,
+    stored_optimizer_format,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from ..common.dcp_metadata import load_dcp_metadata
+from ..common.errors import CheckpointError, one_line
+from ..common.paths import METADATA_NAME
+from ..common.stored import check_file, common_state_place, read_common_state
+from ..merge.common_state import CommonState
+from ..merge.source import TRAINING_KEY, Places, Slice, TensorEntry, read_config, tensor_entry
+
+OPTIMIZER_KEY = re.compile(r'(chained_\d+\.)*optimizer\.')
+_FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
+_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
+
+
+@dataclass
+class Checkpoint:
+    """The content of one checkpoint.
+
+    Attributes:
+        directory: checkpoint directory
+        config: what ``metadata.json`` says
+        common: its common state
+        format: of the optimizer's state, as ``stored_optimizer_format`` names it
+        optimizer: the optimizer's tensors by FQN
+        optimizer_objects: its other entries
+        weights: the model's tensors by FQN
+        copied: all that isn't the optimizer's, as it is taken over; weights among it
+        reshaped: core's record of tensors stored under another global shape (core 0.14)
+    """
+
+    directory: Path
+    config: dict[str, object]
+    common: CommonState
+    format: str = ''
+    optimizer: dict[str, TensorEntry] = field(default_factory=dict)
+    optimizer_objects: dict[str, Slice] = field(default_factory=dict)
+    weights: dict[str, TensorEntry] = field(default_factory=dict)
+    copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
+    reshaped: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def args(self) -> object:
+        """Saved arguments; an object without any where there are none."""
+        return self.common.state.get('args') or object()
+
+    def flattened_from(self, key: str) -> object:
+        """Shape that core recorded of a tensor whose shards it flattened; None where it didn't."""
+        record = self.reshaped.get(key)
+        return record.get(_FLATTENED_FROM) if isinstance(record, Mapping) else None
+
+
+def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
+    """Read one checkpoint's metadata and common state.
+
+    Raises:
+        CheckpointError: another format than ``torch_dist``, damaged, or a file is too short
+    """
+    config = read_config(directory)
+    metadata = load_dcp_metadata(directory, trust=trust)
+    state = read_common_state(directory, common_state_place(metadata), trust=trust)
+    if state is None:
+        raise CheckpointError(f'{directory}: no common state, expected one of a training run')
+    checkpoint = Checkpoint(directory, config, CommonState(state, directory))
+    try:
+        checkpoint.format = stored_optimizer_format(
+            StoredCheckpoint(layout_from_metadata(metadata), state)
+        )
+        _take_entries(checkpoint, metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # fields of any type, where the file was damaged
+        raise CheckpointError(
+            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
+        ) from error
+    _check_files(checkpoint)
+    return checkpoint
+
+
+def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
+    directory, places = checkpoint.directory, Places(checkpoint.directory, metadata)
+    for key, entry in metadata.state_dict_metadata.items():
+        if key.split('/')[0] == 'common_state':
+            continue
+        of_optimizer = OPTIMIZER_KEY.match(key)
+        if isinstance(entry, TensorStorageMetadata):
+            tensor = tensor_entry(key, entry, places)
+            if of_optimizer:
+                checkpoint.optimizer[key] = tensor
+                continue
+            checkpoint.copied[key] = tensor
+            if not TRAINING_KEY.match(key) and not _EXTRA_STATE.fullmatch(key):
+                checkpoint.weights[key] = tensor
+        elif isinstance(entry, BytesStorageMetadata):
+            piece = places.slice(MetadataIndex(key))
+            (checkpoint.optimizer_objects if of_optimizer else checkpoint.copied)[key] = piece
+        else:
+            raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
+    checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    needed: dict[str, int] = {}
+    for entry in (
+        *checkpoint.copied.values(),
+        *checkpoint.optimizer.values(),
+        *checkpoint.optimizer_objects.values(),
+    ):
+        for piece in entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,):
+            needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
+    for name, size in needed.items():
+        check_file(checkpoint.directory / name, size)

@@ -1,0 +1,32 @@
+"""The common state of the output: the input's, with the optimizer's settings in it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..merge.common_state import CommonState
+from .formats import TARGET
+
+
+def converted_common_state(
+    common: CommonState, settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a run that had saved ``fully_reshardable`` would have stored.
+
+    Args:
+        common: of the input
+        settings: of each optimizer of the chain
+    """
+    optimizers = [{**setting, 'param_state_sharding_type': TARGET} for setting in settings]
+    content = {
+        'distrib_optim_sharding_type': TARGET,
+        'distrib_optim_fully_reshardable_mem_efficient': False,
+        'chained_optim_avoid_prefix': True,
+    }
+    stored = common.state.get('content_metadata')
+    if isinstance(stored, Mapping):
+        content = {**stored, **content}
+    return {
+        **common.state,
+        'optimizer': optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers)),
+        'content_metadata': content,
+    }

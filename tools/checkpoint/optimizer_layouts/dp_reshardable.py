@@ -1,0 +1,279 @@
+"""``dp_reshardable``, megatron-core's default since 0.15: buckets of each model-parallel rank.
+
+The place of each parameter is derived from three things that don't know of each other: the order
+in which modules register parameters (``order``), what each rank has of a weight (``parameters``),
+and the sizes and edges of the buckets (``buckets``). Their contents decide nothing but whether that
+is right: where more than one order fills the buckets, and in the writing, for every element.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..common.errors import CheckpointError
+from ..merge.geometry import Box
+from ..merge.plan import OutputTensor
+from .buckets import Buffer, read_buffers
+from .checkpoint import Checkpoint
+from .order import Order, possible_orders
+from .parameters import Model, Part, read_model
+from .plan import PARAM, OptimizerPlan, Piece, Position, output_chunks, state_key
+from .settings import is_of_experts, read_settings
+from .stages import Chunks, Placed, fit_buffers, fit_chunks, split
+
+Positions = dict[tuple[int, int], list[Placed]]
+"""The placed parameters by optimizer of the chain and model-parallel position."""
+
+
+def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
+    """The plan, derived from the metadata.
+
+    Raises:
+        CheckpointError: the place of a parameter can't be derived
+    """
+    settings = read_settings(checkpoint)
+    buffers = read_buffers(checkpoint)
+    if {chain for chain, _ in buffers} != set(range(len(settings))):
+        raise CheckpointError(
+            f'{checkpoint.directory}: buckets of {len({chain for chain, _ in buffers})} optimizers '
+            f'and settings of {len(settings)}; the metadata is damaged'
+        )
+    of_experts = [is_of_experts(of_chain) for of_chain in settings]
+    model = read_model(checkpoint, any(of_experts))
+    _check_gated(checkpoint, model)
+    positions = _derive(checkpoint, model, buffers, of_experts)
+    return _plan(checkpoint, model, settings, buffers, positions)
+
+
+def _check_gated(checkpoint: Checkpoint, model: Model) -> None:
+    """What ``args`` say of gated MLPs against the chunks: their halves are stored apart."""
+    said = [getattr(checkpoint.args, name, None) for name in ('swiglu', 'glu')]
+    if all(value is None for value in said):
+        return
+    gated = any(value is True for value in said)
+    for parameter in model.parameters:
+        if parameter.name.endswith('linear_fc1.weight') and len(parameter.ranks[0]) != 1 + gated:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {parameter.ranks[0][0][0]}: a rank has '
+                f'{len(parameter.ranks[0])} chunks of it, expected {1 + gated}: args say swiglu '
+                f'{gated}; args and weights are not of one checkpoint'
+            )
+
+
+def _derive(
+    checkpoint: Checkpoint,
+    model: Model,
+    buffers: Mapping[tuple[int, int], list[Buffer]],
+    of_experts: Sequence[bool],
+) -> Positions:
+    """Where every parameter lies, by the one order that fills all buckets."""
+    found: list[tuple[Order, Positions]] = []
+    for order in possible_orders(model.parameters):
+        positions = _fit(checkpoint, model, buffers, of_experts, order)
+        if positions is not None and all(_differ(positions, other) for _, other in found):
+            found.append((order, positions))
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint.directory}: the {len(model.parameters)} parameters of the weights don't "
+            "fill the optimizer's buckets in any known order of modules (tensor-parallel size "
+            f'{model.tensor_size}); frozen parameters and modules of other makes are not converted'
+        )
+    if len(found) > 1:
+        raise CheckpointError(
+            f'{checkpoint.directory}: {len(found)} orders of modules fill the buckets '
+            f'({"; ".join(_described(order) for order, _ in found)}): which one is '
+            'right is not known'
+        )
+    return found[0][1]
+
+
+def _described(order: Order) -> str:
+    return f'layer norms in {", ".join(sorted(order.fused)) or "modules of their own"}'
+
+
+def _differ(one: Positions, other: Positions) -> bool:
+    return any(
+        [(p.parameter, p.place.start) for p in one[position]]
+        != [(p.parameter, p.place.start) for p in other[position]]
+        for position in one
+    )
+
+
+def _fit(
+    checkpoint: Checkpoint,
+    model: Model,
+    buffers: Mapping[tuple[int, int], list[Buffer]],
+    of_experts: Sequence[bool],
+    order: Order,
+) -> Positions | None:
+    apart = any(of_experts)
+    dense = [chain for chain, experts in enumerate(of_experts) if not experts]
+    size = model.tensor_size
+    groups = sorted({group for chain, group in buffers if chain in dense})
+    stages = len(groups) // size
+    if groups != list(range(size * stages)) or not stages:
+        raise CheckpointError(
+            f'{checkpoint.directory}: {len(groups)} model-parallel positions (dp_group_idx '
+            f'{groups[:4]}…), expected a multiple of the {size} tensor-parallel ranks'
+        )
+    chunks = split([p for p in model.parameters if not apart or p.expert < 0], order)
+    positions: Positions = {key: [] for key in buffers}
+    layers: list[list[list[Placed]]] = []
+    for rank in range(size):
+        of_stages = [
+            [buffer for chain in dense for buffer in buffers.get((chain, s * size + rank), [])]
+            for s in range(stages)
+        ]
+        fitted = _fit_virtual(chunks, of_stages)
+        if fitted is None:
+            return None
+        layers = fitted
+        for s, of_stage in enumerate(fitted):
+            positions[dense[0], s * size + rank] = [p for chunk in of_stage for p in chunk]
+    for chain in (chain for chain, experts in enumerate(of_experts) if experts):
+        fits = _fit_experts(checkpoint, model, buffers, chain, order, layers)
+        if fits is None:
+            return None
+        positions.update(fits)
+    return positions
+
+
+def _fit_virtual(
+    chunks: Chunks, stages: Sequence[Sequence[Buffer]]
+) -> list[list[list[Placed]]] | None:
+    most = max(map(len, stages))
+    for virtual in range(most, 0, -1):
+        fitted = fit_chunks(chunks, stages, virtual)
+        if fitted is not None:
+            return fitted
+    return None
+
+
+def _fit_experts(
+    checkpoint: Checkpoint,
+    model: Model,
+    buffers: Mapping[tuple[int, int], list[Buffer]],
+    chain: int,
+    order: Order,
+    stages: Sequence[Sequence[Sequence[Placed]]],
+) -> Positions | None:
+    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
+    groups = sorted(group for own, group in buffers if own == chain)
+    experts = sorted((p for p in model.parameters if p.expert >= 0), key=order.key)
+    number = 1 + max(parameter.expert for parameter in experts)
+    tensor = model.expert_tensor_size
+    expert_size = len(groups) // (tensor * len(stages))
+    if groups != list(range(tensor * len(stages) * expert_size)) or number % max(expert_size, 1):
+        raise CheckpointError(
+            f'{checkpoint.directory}: {len(groups)} positions of {number} experts, expected a '
+            f'multiple of {len(stages)} pipeline stages and {tensor} tensor-parallel ranks'
+        )
+    local = number // expert_size
+    positions: Positions = {}
+    for group in groups:
+        expert_rank, stage = group // tensor % expert_size, group // (tensor * expert_size)
+        left, placed = list(buffers[chain, group]), []
+        for chunk in stages[stage]:
+            of_chunk = {(p.parameter.block, p.parameter.layer) for p in chunk}
+            own = [
+                parameter
+                for parameter in experts
+                if (parameter.block, parameter.layer) in of_chunk
+                and parameter.expert // local == expert_rank
+            ]
+            if not own:
+                continue
+            used = len({parameter.dtype for parameter in own})
+            fitted = fit_buffers(own, left[:used])
+            if fitted is None:
+                return None
+            placed += fitted
+            left = left[used:]
+        if left:
+            return None
+        positions[chain, group] = placed
+    return positions
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    model: Model,
+    settings: list[dict[str, Any]],
+    buffers: Mapping[tuple[int, int], list[Buffer]],
+    positions: Positions,
+) -> OptimizerPlan:
+    stored = next(iter(buffers.values()))[0].buckets[0].tensors
+    states = [PARAM, *sorted(set(stored) - {PARAM})]
+    found: dict[Part, list[dict[str, tuple[Piece, ...]]]] = defaultdict(list)
+    report: list[Position] = []
+    padding = 0
+    for position, placed in positions.items():
+        chain, group = position
+        own = [bucket for buffer in buffers[position] for bucket in buffer.buckets]
+        elements = sum(p.parameter.numel for p in placed)
+        if own:
+            name = own[0].name.partition('.gbuf_idx_')[0]
+            report.append(Position(name, len(placed), elements, len(own)))
+        padding += sum(bucket.numel for bucket in own) - elements
+        experts = bool(placed) and placed[0].parameter.expert >= 0 and len(settings) > 1
+        size = model.expert_tensor_size if experts else model.tensor_size
+        for p in placed:
+            _take_pieces(checkpoint, found, p, group % size, states)
+    return OptimizerPlan(
+        tensors=_tensors(checkpoint, found, states),
+        chunks=[
+            chunk
+            for (weight, box), copies in found.items()
+            for chunk in output_chunks(
+                checkpoint,
+                weight,
+                box,
+                copies[0],
+                {state: [copy[state] for copy in copies[1:]] for state in states},
+            )
+        ],
+        settings=settings,
+        positions=report,
+        padding=padding,
+        without_state=model.buffers,
+    )
+
+
+def _take_pieces(
+    checkpoint: Checkpoint,
+    found: dict[Part, list[dict[str, tuple[Piece, ...]]]],
+    placed: Placed,
+    rank: int,
+    states: Sequence[str],
+) -> None:
+    at = placed.place.start
+    for part in placed.parameter.parts(rank):
+        count = part[1].numel
+        found[part].append(
+            {
+                state: tuple(placed.place.bucket.pieces(checkpoint, state, at, count))
+                for state in states
+            }
+        )
+        at += count
+
+
+def _tensors(
+    checkpoint: Checkpoint, found: Iterable[Part], states: Sequence[str]
+) -> dict[str, OutputTensor]:
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for weight, box in found:
+        boxes[weight].append(box)
+    tensors: dict[str, OutputTensor] = {}
+    for weight, own in boxes.items():
+        entry = checkpoint.weights[weight]
+        if set(own) != set(entry.chunks):
+            raise CheckpointError(
+                f'{checkpoint.directory}: {weight}: {len(own)} of its {len(entry.chunks)} chunks '
+                'have optimizer state, expected all or none'
+            )
+        for state in states:
+            tensors[state_key(state, weight)] = OutputTensor(entry.shape, torch.float32, tuple(own))
+    return tensors

@@ -1,0 +1,33 @@
+"""The formats of optimizer state that can be converted, each a module that yields a plan."""
+
+from collections.abc import Callable
+
+from ..common.errors import CheckpointError
+from . import dp_reshardable, model_space
+from .checkpoint import Checkpoint
+from .plan import OptimizerPlan
+
+TARGET = 'fully_reshardable'
+
+FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
+    'dp_reshardable': dp_reshardable.plan_optimizer,
+    'fully_sharded_model_space': model_space.plan_optimizer,
+}
+
+
+def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
+    """The plan for a checkpoint's optimizer state.
+
+    Raises:
+        CheckpointError: there is none, or none that can be converted
+    """
+    if checkpoint.format == 'none':
+        raise CheckpointError(
+            f'{checkpoint.directory}: no optimizer state; there is nothing to convert'
+        )
+    if checkpoint.format not in FORMATS:
+        raise CheckpointError(
+            f'{checkpoint.directory}: the optimizer state is {checkpoint.format!r}, expected '
+            f'{" or ".join(FORMATS)}'
+        )
+    return FORMATS[checkpoint.format](checkpoint)

@@ -1,0 +1,207 @@
+"""The parameters of each rank, as the stored weights' chunks tell.
+
+A chunk of a weight is what one tensor-parallel rank has of it. A rank's parameter is one chunk
+(``linear_proj.weight``), two of one key (gate and up of a gated ``linear_fc1``, side by side in the
+parameter and apart in the stored tensor), or those of several keys (``in_proj.weight.z``, ``.x``, …
+of a Mamba mixer). Where a key has no number, layers and experts are stacked on leading axes of the
+stored weight: ``decoder.layers.mlp.linear_fc1.weight`` of shape (layers, …).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..common.errors import CheckpointError
+from ..merge.geometry import Box
+from ..merge.source import TensorEntry
+from .checkpoint import Checkpoint
+
+# Parts of one parameter that core's factories store under keys of their own, in the order of the
+# parameter's rows.
+_SPLIT = (('z', 'x', 'B', 'C', 'dt'), ('x', 'B', 'C'))
+_PARTS = {part for parts in _SPLIT for part in parts}
+
+_LAYER = re.compile(
+    r'(?P<block>(?:decoder|encoder|mtp)\.layers)\.(?:(?P<layer>\d+)\.)?(?P<name>.+)'
+)
+_EXPERT = re.compile(r'mlp\.experts\.(?:local_)?experts\.(?:(?P<expert>\d+)\.)?(?P<name>.+)')
+# Saved with the weights, without being trained.
+_BUFFER = re.compile(r'(.*\.)?(expert_bias|local_tokens_per_expert|inv_freq)')
+
+Part = tuple[str, Box]
+"""FQN of a weight and one of its chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the whole model.
+
+    Attributes:
+        block: ``decoder.layers``, ``mtp.layers``, or empty outside layers
+        layer: its number there; -1 outside layers
+        expert: its number; -1 where it is none
+        name: what remains of the key, such as ``self_attention.linear_qkv.weight``
+        dtype: of the weight
+        ranks: for each tensor-parallel rank the parts that make up its parameter, in order; one
+            entry where all have the same
+    """
+
+    block: str
+    layer: int
+    expert: int
+    name: str
+    dtype: torch.dtype
+    ranks: tuple[tuple[Part, ...], ...]
+
+    def parts(self, rank: int) -> tuple[Part, ...]:
+        """What a tensor-parallel rank has."""
+        return self.ranks[rank if len(self.ranks) > 1 else 0]
+
+    @property
+    def numel(self) -> int:
+        """Elements that a rank has."""
+        return sum(box.numel for _, box in self.ranks[0])
+
+    @property
+    def label(self) -> str:
+        """For messages: the key as a model that doesn't stack would have it."""
+        layer = f'{self.block}.{self.layer}.' if self.block else ''
+        expert = f'mlp.experts.experts.{self.expert}.' if self.expert >= 0 else ''
+        return f'{layer}{expert}{self.name}'
+
+
+@dataclass(frozen=True)
+class Model:
+    """All parameters, and the sizes that the chunks tell.
+
+    Attributes:
+        parameters: in the metadata's order
+        buffers: FQNs of what is no parameter
+        tensor_size: tensor-parallel ranks
+        expert_tensor_size: the same of experts; 1 without
+    """
+
+    parameters: list[Parameter]
+    buffers: list[str]
+    tensor_size: int
+    expert_tensor_size: int
+
+
+def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
+    """The model's parameters from the weights' keys, shapes and chunks.
+
+    Args:
+        expert_tensor_differs: experts may be split otherwise than the other parameters, as they
+            have an optimizer of their own
+
+    Raises:
+        CheckpointError: chunks that no known way of splitting a parameter makes
+    """
+    buffers = [key for key in checkpoint.weights if _BUFFER.fullmatch(key)]
+    units: dict[tuple[str, int, int, str], dict[str, list[Part]]] = defaultdict(dict)
+    dtypes: dict[tuple[str, int, int, str], torch.dtype] = {}
+    for key, entry in checkpoint.weights.items():
+        if key in buffers:
+            continue
+        for unit, part, boxes in _units(checkpoint, key, entry):
+            units[unit][part] = [(key, box) for box in boxes]
+            dtypes[unit] = entry.dtype
+    size = _tensor_size(checkpoint)
+    expert_size = size
+    if expert_tensor_differs:
+        expert_size = max(
+            (len(parts['']) for unit, parts in units.items() if _is_plain_expert(unit)), default=1
+        )
+    parameters = []
+    for unit, parts in units.items():
+        ranks = _ranks(checkpoint, unit, parts, size if unit[2] < 0 else expert_size)
+        parameters.append(Parameter(*unit, dtypes[unit], ranks))
+    return Model(parameters, buffers, size, expert_size)
+
+
+def _is_plain_expert(unit: tuple[str, int, int, str]) -> bool:
+    return unit[2] >= 0 and unit[3].endswith('linear_fc2.weight')
+
+
+def _units(
+    checkpoint: Checkpoint, key: str, entry: TensorEntry
+) -> Iterator[tuple[tuple[str, int, int, str], str, list[Box]]]:
+    """Block, layer, expert and name of each parameter in a weight, its part, and its chunks."""
+    block, layer, expert, name = '', -1, -1, key
+    axes = 0
+    match = _LAYER.fullmatch(key)
+    if match:
+        block, name = match['block'], match['name']
+        axes += match['layer'] is None
+        layer = int(match['layer'] or -1)
+    of_expert = _EXPERT.fullmatch(name)
+    if of_expert:
+        name = of_expert['name']
+        axes += of_expert['expert'] is None
+        expert = int(of_expert['expert'] or -1)
+    stem, _, last = name.rpartition('.')
+    part = last if last in _PARTS and stem else ''
+    name = stem if part else name
+    grouped: dict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for box in entry.chunks:
+        if any(size != 1 for size in box.sizes[:axes]):
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key} at {box.offsets}: a chunk of {box.sizes}, expected '
+                'one layer and one expert in a chunk'
+            )
+        grouped[box.offsets[:axes]].append(box)
+    for index, boxes in sorted(grouped.items()):
+        numbers = iter(index)
+        own_layer = next(numbers) if block and layer < 0 else layer
+        own_expert = next(numbers) if of_expert and expert < 0 else expert
+        yield (block, own_layer, own_expert, name), part, sorted(boxes)
+
+
+def _tensor_size(checkpoint: Checkpoint) -> int:
+    embedding = checkpoint.weights.get('embedding.word_embeddings.weight')
+    if embedding is not None:
+        return len(embedding.chunks)
+    saved = getattr(checkpoint.args, 'tensor_model_parallel_size', None)
+    if isinstance(saved, int) and saved > 0:
+        return saved
+    raise CheckpointError(
+        f'{checkpoint.directory}: neither embedding.word_embeddings.weight nor args tell the '
+        'tensor-parallel size'
+    )
+
+
+def _ranks(
+    checkpoint: Checkpoint,
+    unit: tuple[str, int, int, str],
+    parts: dict[str, list[Part]],
+    size: int,
+) -> tuple[tuple[Part, ...], ...]:
+    if set(parts) != {''}:
+        names = next((names for names in _SPLIT if set(names) == set(parts)), None)
+        if names is None:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {unit[3]}: stored in the parts {sorted(parts)}, expected '
+                + ' or '.join(', '.join(names) for names in _SPLIT)
+            )
+        ordered = [parts[name] for name in names]
+        if any(len(chunks) not in (1, size) for chunks in ordered):
+            raise CheckpointError(
+                f'{checkpoint.directory}: {unit[3]}: parts of {[len(c) for c in ordered]} chunks, '
+                f'expected {size} each'
+            )
+        return tuple(
+            tuple(chunks[rank if len(chunks) > 1 else 0] for chunks in ordered)
+            for rank in range(max(map(len, ordered)))
+        )
+    chunks = parts['']
+    if len(chunks) == 1:
+        return ((chunks[0],),)
+    if len(chunks) % size:
+        raise CheckpointError(
+            f'{checkpoint.directory}: {chunks[0][0]}: {len(chunks)} chunks of a parameter, '
+            f'expected 1 or a multiple of the {size} tensor-parallel ranks'
+        )
+    return tuple(tuple(chunks[rank::size]) for rank in range(size))

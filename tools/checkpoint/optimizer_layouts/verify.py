@@ -1,0 +1,74 @@
+"""``--verify``: read the output back and put every chunk together again, by another path.
+
+Chunks are read through ``torch.load``, whole; nothing of the block-wise reading is used.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ..common.dcp_metadata import load_dcp_metadata
+from ..common.errors import CheckpointError
+from ..merge.payload import load_chunk, read_bytes
+from ..merge.plan import RankShare
+from ..merge.source import Slice
+from .plan import OutputChunk
+
+
+def verify_share(
+    directory: Path, share: RankShare, on_bytes: Callable[[int], object] = lambda count: None
+) -> None:
+    """Check what one rank wrote.
+
+    Args:
+        directory: the output, published or not
+        share: chunks and byte entries to check
+        on_bytes: told the source bytes of each chunk that was checked
+
+    Raises:
+        CheckpointError: a chunk or byte entry differs; names its key
+    """
+    storage = load_dcp_metadata(directory).storage_data
+
+    def written(index: MetadataIndex) -> tuple[Path, Slice]:
+        info = storage[index]
+        return directory / info.relative_path, Slice(info.relative_path, info.offset, info.length)
+
+    for job in share.chunks:
+        assert isinstance(job, OutputChunk)
+        path, piece = written(MetadataIndex(job.key, job.box.offsets))
+        found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
+        if not _same_bits(found, _expected(job)):
+            raise CheckpointError(
+                f'{path}: {job.key} at {job.box.offsets}: differs from what the input stores; the '
+                'output is not published'
+            )
+        if job.weight is not None:
+            weight = load_chunk(
+                job.weight.path, job.weight.piece, job.weight_key, job.weight.dtype, job.box.sizes
+            )
+            if not _same_bits(found.to(weight.dtype), weight):
+                raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: not its weight')
+        on_bytes(job.source_bytes)
+    for entry in share.byte_entries:
+        path, piece = written(entry.index)
+        if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
+            raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
+
+
+def _expected(job: OutputChunk) -> torch.Tensor:
+    result = torch.empty(job.box.numel, dtype=job.dtype, device='cpu')
+    for piece in job.pieces:
+        stored = piece.stored
+        chunk = load_chunk(stored.path, stored.piece, piece.key, stored.dtype, stored.box.sizes)
+        part = chunk.reshape(-1)[piece.start : piece.start + piece.count]
+        result[piece.at : piece.at + piece.count] = part
+    return result.view(job.box.sizes)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
