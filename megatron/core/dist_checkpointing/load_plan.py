@@ -400,8 +400,8 @@ def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
     if kind == FLATTENED:
         return _convert(stored, kind, CONVERTED_FORMATS[kind])
     sizes = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
-    saved, own = ([getattr(of, name, 1) for name in sizes] for of in (stored.args, args))
-    if kind != IN_BUCKETS or saved == own:
+    saved, own = ([getattr(of, name, None) for name in sizes] for of in (stored.args, args))
+    if kind != IN_BUCKETS or saved == own or None in saved + own:
         return ''
     why = f'saved with TP {saved[0]} and PP {saved[1]}, and the run has TP {own[0]} and PP {own[1]}'
     return _convert(stored, kind, why)

@@ -10,13 +10,12 @@ import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint import Metadata
-
-from .dcp_metadata import load_dcp_metadata
 from .errors import CheckpointError, one_line
 from .exchange import UNPUBLISHED
 from .paths import (
+    COMMON_FILE,
     CONFIG_NAME,
     METADATA_NAME,
     RELEASE,
@@ -28,7 +27,9 @@ from .paths import (
     refuse_url,
     tracker_target,
 )
-from .stored import COMMON_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata
 
 LEGACY, DISTRIBUTED, FSDP, DCP = 'torch', 'torch_dist', 'fsdp_dtensor', 'torch_dcp'
 
@@ -47,7 +48,7 @@ class FoundCheckpoint:
 
     directory: Path
     format: str
-    metadata: Metadata | None
+    metadata: 'Metadata | None'
     load: str
     given_to_load: bool
 
@@ -81,7 +82,7 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     return FoundCheckpoint(directory, format_, metadata, load, given_to_load)
 
 
-def _format(directory: Path) -> tuple[str, Metadata | None]:
+def _format(directory: Path) -> 'tuple[str, Metadata | None]':
     # In the order in which megatron looks.
     try:
         names = {entry.name for entry in directory.iterdir()}
@@ -92,10 +93,13 @@ def _format(directory: Path) -> tuple[str, Metadata | None]:
             f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '
             'the other was in place; run that conversion again'
         )
+    if CONFIG_NAME not in names and any(name.startswith('mp_rank_') for name in names):
+        return LEGACY, None
+    # Half a second, which legacy checkpoints needn't take.
+    from .dcp_metadata import load_dcp_metadata
+
     if CONFIG_NAME in names:
         return DISTRIBUTED, load_dcp_metadata(directory)
-    if any(name.startswith('mp_rank_') for name in names):
-        return LEGACY, None
     if METADATA_NAME not in names:
         raise CheckpointError(
             f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'

@@ -17,6 +17,7 @@ from .staging import staging_path
 TRACKER_NAME = 'latest_checkpointed_iteration.txt'
 CONFIG_NAME = 'metadata.json'
 METADATA_NAME = '.metadata'
+COMMON_FILE = 'common.pt'
 RELEASE = 'release'
 
 _ITER_DIR = re.compile(r'iter_(\d{7}|[1-9]\d{7,})', re.ASCII)

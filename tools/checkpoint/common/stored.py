@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import Metadata
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from .errors import CheckpointError, one_line
+from .paths import COMMON_FILE
 from .safe_load import TRUST_HINT, load_torch, unsafe_globals
 
-COMMON_FILE = 'common.pt'
 COMMON_KEY = 'common_state/shard_0_1'
 
 Place = tuple[str, int, int]

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
-from ..common.paths import parse_iteration_dirname
-from ..common.stored import COMMON_FILE, COMMON_KEY, check_file, stored_file
+from ..common.paths import COMMON_FILE, parse_iteration_dirname
+from ..common.stored import COMMON_KEY, check_file, stored_file
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import MODEL_KEY, TRAINING_KEY, read_config
 from . import uses

@@ -16,8 +16,8 @@ from megatron_overlay.optimizer_classes import is_optimizer_class
 from ..common.core_classes import WithStandIns
 from ..common.errors import CheckpointError, one_line
 from ..common.numbers import whole
-from ..common.paths import parse_iteration_dirname
-from ..common.stored import COMMON_FILE, COMMON_KEY, read_common_state
+from ..common.paths import COMMON_FILE, parse_iteration_dirname
+from ..common.stored import COMMON_KEY, read_common_state
 from .inputs import Inputs
 from .source import Source
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError, one_line, shown
-from ..common.paths import CONFIG_NAME, METADATA_NAME
-from ..common.stored import COMMON_FILE, COMMON_KEY, Place, check_file, stored_file
+from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
+from ..common.stored import COMMON_KEY, Place, check_file, stored_file
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
