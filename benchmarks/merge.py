@@ -316,7 +316,9 @@ def chunks(parent: Path, runs: int, rows: list[str]) -> None:
         f'decoder.layers.mlp.experts.experts.linear_fc{i}.weight': (CHUNKS // 20, 1, 256)
         for i in range(20)
     }
-    with checkpoints(parent, shapes, 4) as (root, paths):
+    with checkpoints(parent, shapes, 2) as (root, paths):
+        for path in [*paths]:  # writing them takes longest
+            paths.append(shutil.copytree(path, root / f'copy-{path.name}'))
         for count, verify in ((2, ''), (2, 'verify'), (4, '')):
             figures = []
             for _ in range(runs):

@@ -99,7 +99,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> None:
         self._share = share
-        self._plan = plan
+        self.plan = plan
         self._new_merger = new_merger
         self._stop = stop
         self._on_bytes = on_bytes
@@ -109,10 +109,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
         self.mergers: list[M] = []
-        small = (job for job in share.chunks if 0 < job.nbytes <= _SMALL)
-        self.batches = {
-            MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(_batches(small))
-        }
+        self.batches = _batches(share)
         self.lengths: dict[MetadataIndex, list[int]] = {}
 
     def set_up_planner(
@@ -133,8 +130,8 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The ranks' plans as they are, and the output's metadata."""
-        assert self._plan is not None
-        return all_plans, _metadata(self._plan)
+        assert self.plan is not None
+        return all_plans, _metadata(self.plan)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The plan as it is."""
@@ -231,6 +228,7 @@ class MergeWriter(FileSystemWriter):
         self.fs = _ReportingFileSystem(self._failed)
         self._final_path = final_path
         self._stop = stop
+        self._plan: MergePlan | None = None
         self.failure: BaseException | None = None
 
     def _failed(self, error: BaseException) -> None:
@@ -245,6 +243,7 @@ class MergeWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         """Write all items; a failure is kept in ``failure`` for the ranks to agree on."""
         assert isinstance(planner, MergePlanner)
+        self._plan = planner.plan
         entries: Future[list[WriteResult]] = Future()
         try:
             written = super().write_data(plan, planner).value()
@@ -252,11 +251,20 @@ class MergeWriter(FileSystemWriter):
                 raise CheckpointError(
                     f'{self.path}: {len(written)} of {len(plan.items)} entries were written'
                 )
-            entries.set_result([entry for result in written for entry in _entries(result, planner)])
+            entries.set_result([_with_lengths(result, planner) for result in written])
         except BaseException as error:
             self._failed(error)
             entries.set_result([])
         return entries
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata; what is in a batch is told one by one only here, for its memory."""
+        assert self._plan is not None
+        expanded = [
+            _entries(written, _batches(share))
+            for written, share in zip(results, self._plan.shares, strict=True)
+        ]
+        super().finish(metadata, expanded)
 
 
 class _ReportingFileSystem(FileSystem):
@@ -315,30 +323,42 @@ def _no_dist(group: dist.ProcessGroup | None) -> dict[str, bool]:
     return {'no_dist': group is None} if known else {}
 
 
-def _batches(jobs: Iterable[ChunkJob]) -> Iterator[list[ChunkJob]]:
-    batch: list[ChunkJob] = []
-    size = 0
-    for job in jobs:
-        batch.append(job)
-        size += job.nbytes
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _batches(share: RankShare) -> dict[MetadataIndex, list[ChunkJob]]:
+    """The share's small chunks by the item that they are written in; the same on every rank."""
+    batches: list[list[ChunkJob]] = []
+    size = _BATCH
+    for job in share.chunks:
+        if 0 < job.nbytes <= _SMALL:
+            if size >= _BATCH:
+                batches.append([])
+                size = 0
+            batches[-1].append(job)
+            size += job.nbytes
+    return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(batches)}
 
 
-def _entries(result: WriteResult, planner: MergePlanner) -> Iterator[WriteResult]:
-    """What was written by one item: the chunks, of a batch."""
-    batch = planner.batches.get(result.index)
-    if batch is None:
-        yield result
-        return
-    at = result.storage_data.offset
-    for job, length in zip(batch, planner.lengths[result.index], strict=True):
-        place = dataclasses.replace(result.storage_data, offset=at, length=length)
-        yield WriteResult(_index(job), length, place)
-        at += length
+def _with_lengths(result: WriteResult, planner: MergePlanner) -> WriteResult:
+    """What was written by one item; of a batch with the bytes of each archive."""
+    if result.index not in planner.batches:
+        return result
+    place = result.storage_data, planner.lengths[result.index]
+    return dataclasses.replace(result, storage_data=place)
+
+
+def _entries(
+    written: Iterable[WriteResult], batches: dict[MetadataIndex, list[ChunkJob]]
+) -> Iterator[WriteResult]:
+    """What a rank has written, chunk by chunk."""
+    for result in written:
+        if result.index not in batches:
+            yield result
+            continue
+        place, lengths = result.storage_data
+        at = place.offset
+        for job, length in zip(batches[result.index], lengths, strict=True):
+            own = dataclasses.replace(place, offset=at, length=length)
+            yield WriteResult(_index(job), length, own)
+            at += length
 
 
 def _index(job: ChunkJob) -> MetadataIndex:
