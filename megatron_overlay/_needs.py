@@ -39,6 +39,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.explicit_names',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.key_arguments',
+            'megatron.core.dist_checkpointing.layer_axis',
             'megatron.core.dist_checkpointing.mamba_from_attention',
         ],
         'names': {
@@ -46,9 +47,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.mapping': [
                 'LocalNonpersistentObject',
                 'ShardedBase',
-                'ShardedObject',
                 'ShardedStateDict',
-                'ShardedTensor',
                 'ShardedTensorFactory',
             ],
         },
@@ -101,6 +100,19 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [],
         'names': {},
+    },
+    'megatron.core.dist_checkpointing.layer_axis': {
+        'extends': False,
+        'overlay': [],
+        'names': {
+            'megatron.core.dist_checkpointing.dict_utils': ['dict_list_map_inplace'],
+            'megatron.core.dist_checkpointing.mapping': [
+                'ShardedBase',
+                'ShardedObject',
+                'ShardedTensor',
+                'ShardedTensorFactory',
+            ],
+        },
     },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
