@@ -1,5 +1,6 @@
 """Whole tensors of a ``torch_dist`` checkpoint, whatever the layout it was saved from."""
 
+import inspect
 import re
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+# to DCP: this process only; torch 2.6 can't be told, and sees whether there is a group
+ALONE = {'no_dist': True} if 'no_dist' in inspect.signature(load).parameters else {}
 _LAYER_RE = re.compile(r'decoder\.layers\.(\d+)\.')
 _MTP_LAYER_RE = re.compile(r'mtp_model_layer\.layers\.(\d+)\.')
 
@@ -19,7 +22,7 @@ def read_tensors(path: str) -> dict[str, torch.Tensor]:
         for key, entry in metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
+    load(tensors, storage_reader=FileSystemReader(path), **ALONE)
     return tensors
 
 
@@ -29,7 +32,7 @@ def read_objects(path: str) -> dict[str, Any]:
     objects = {
         key: None for key, entry in metadata.items() if isinstance(entry, BytesStorageMetadata)
     }
-    load(objects, storage_reader=FileSystemReader(path), no_dist=True)
+    load(objects, storage_reader=FileSystemReader(path), **ALONE)
     return objects
 
 
