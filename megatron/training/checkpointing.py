@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Set
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from megatron.core import dist_checkpointing
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
-    _own_name,
+    is_partly_read,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
 from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
@@ -125,19 +126,15 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
     """Upstream's, between the steps that a checkpoint of the other kind adds."""
     load = _current_load
     layer_maps = None if load is None or rank0 else load.plan.layer_maps
-    to_read, mixed, is_partly_read = {}, [], None
+    to_read, mixed, partly_read = {}, [], None
     if load is not None and layer_maps is not None:
         to_read = _point_at_checkpoint(load, layer_maps, sharded_state_dict)
         mixed = make_dicts_of_mixed_lists(sharded_state_dict)
-        if layer_maps.replaced:
-
-            def is_partly_read(key: str) -> bool:
-                return layer_maps.is_partly_read(_own_name(key))
-
+        partly_read = partial(is_partly_read, layer_maps=layer_maps)
         amend_model_and_optimizer(load)
     if load is not None and not rank0:
         _refuse_what_is_not_stored(load, sharded_state_dict, args)
-    with recording_reads(to_read) as record, reading_parts(is_partly_read):
+    with recording_reads(to_read) as record, reading_parts(partly_read):
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
         )
@@ -252,7 +249,7 @@ def _point_at_checkpoint(
     if load.stored is None or load.stored.layout is None:
         return {}
     return check_sources(
-        parts, load.stored.layout, bool(layer_maps.mtp_pattern), layer_maps.is_replaced
+        parts, load.stored.layout, bool(layer_maps.mtp_pattern), layer_maps.may_be_unread
     )
 
 

@@ -5,15 +5,15 @@ The local core attention takes keys and values of one size; this one is plain ca
 
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-# HybridModel's sparse attention since megatron-core 0.19.
+# HybridModel's sparse attention since megatron-core 0.19, where it has latent attention, too.
 _ABSORBED = 'megatron.core.transformer.experimental_attention_variant.absorbed_mla'
 
 
@@ -78,7 +78,7 @@ def sparse_attention_spec(**options) -> ModuleSpec:
         )
     }
     attention, submodules = latent.module, type(latent.submodules)
-    if find_spec(_ABSORBED):
+    if hasattr(Symbols, 'MLA'):
         absorbed = import_module(_ABSORBED)
         attention = absorbed.AbsorbedMLASelfAttention
         submodules = absorbed.AbsorbedMLASelfAttentionSubmodules

@@ -152,7 +152,7 @@ def check_sources(
     sharded_state_dict: ShardedStateDict,
     layout: CheckpointLayout,
     with_mtp: bool = False,
-    is_replaced: Callable[[str], bool] = lambda key: False,
+    may_be_unread: Callable[[str], bool] = lambda key: False,
 ) -> dict[Shard, int]:
     """Make sure that model and checkpoint have the same weights, before anything is read.
 
@@ -164,7 +164,7 @@ def check_sources(
         sharded_state_dict: retargeted, of this rank's model chunks and, if wanted, optimizer.
         layout: of the checkpoint.
         with_mtp: the model has multi-token prediction, so the checkpoint's has to be read too.
-        is_replaced: whether a key is of weights that the model is meant to leave unread.
+        may_be_unread: whether the model need not read a key, of weights.
 
     Returns:
         How many elements of each of this rank's shards the checkpoint has, for a
@@ -180,7 +180,7 @@ def check_sources(
     weights = sorted(
         key
         for key in layout.keys
-        if key.startswith(prefixes) and not key.endswith('_extra_state') and not is_replaced(key)
+        if key.startswith(prefixes) and not key.endswith('_extra_state') and not may_be_unread(key)
     )
     unread = torch.tensor(
         [key not in requested for key in weights], dtype=torch.uint8, device='cpu'

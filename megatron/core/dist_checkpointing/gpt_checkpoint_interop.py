@@ -80,6 +80,7 @@ __all__ = [
     '_prepend_gpt_layer_axis',
     'GPTCompatLayerMaps',
     'gpt_compatible_layer_maps',
+    'is_partly_read',
     'retarget_fsdp_state_dict_to_gpt_checkpoint',
     'retarget_sharded_state_dict_to_gpt_checkpoint',
 ]
@@ -146,11 +147,16 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
             entry.key = f'{before}{gpt_layer}.{after}'
             return entry
         entry.key = before + after
-        partly = layer_maps.is_partly_read(_own_name(entry.key))
+        partly = is_partly_read(entry.key, layer_maps)
         stack = chunk_of_one_layer if partly else _prepend_gpt_layer_axis
         return stack(entry, gpt_layer, layer_maps.num_gpt_layers)
 
     dict_list_map_inplace(retarget, sharded_state_dict)
+
+
+def is_partly_read(key: str, layer_maps: GPTCompatLayerMaps) -> bool:
+    """Whether of the GPT checkpoint's ``key``, of any state, some layers may stay unread."""
+    return layer_maps.may_be_partly_read(_own_name(key))
 
 
 def _warm_start_of(

@@ -100,13 +100,13 @@ class GPTCompatLayerMaps:
         """Whether ``part``, the rest of a key after the layer, is of an indexer without source."""
         return self.fresh_indexers and part.startswith(_INDEXER)
 
-    def is_partly_read(self, key: str) -> bool:
-        """Whether of the GPT checkpoint's ``key``, bare, some layers are read and others not."""
+    def may_be_partly_read(self, key: str) -> bool:
+        """Whether of the GPT checkpoint's weight ``key`` some layers are read and others not."""
         parts = tuple(f'decoder.layers.{part}' for part in ATTENTION_PARTS)
         return bool(self.replaced) and key.startswith(parts)
 
-    def is_replaced(self, key: str) -> bool:
-        """Whether nothing needs to read the GPT checkpoint's ``key``, of a replaced attention."""
+    def may_be_unread(self, key: str) -> bool:
+        """Whether nothing needs to read the GPT checkpoint's weight ``key``."""
         if self.indexed:
             layers = [f'decoder.layers.{gpt}.' for gpt in self.replaced]
         else:

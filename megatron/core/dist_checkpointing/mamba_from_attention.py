@@ -83,8 +83,8 @@ def with_warm_start(
             f'{found["mamba_head_dim"]}, states of {found["mamba_state_dim"]} and '
             f'{found["mamba_num_groups"]} groups; pass {_as_options(fitting)}.'
         )
-    ranks = getattr(args, 'tensor_model_parallel_size', None) or 1
-    if sizes.query_groups % ranks:
+    ranks = getattr(args, 'tensor_model_parallel_size', None)
+    if isinstance(ranks, int) and ranks > 1 and sizes.query_groups % ranks:
         raise ValueError(
             f'{WARM_START}: {sizes.query_groups} groups of query heads can not be divided among '
             f'{ranks} tensor parallel ranks; pass a --tensor-model-parallel-size that divides '
@@ -111,12 +111,14 @@ def _attention_sizes(
 ) -> AttentionSizes:
     heads: Any = getattr(args, 'num_attention_heads', None)
     hidden: Any = getattr(args, 'hidden_size', None)
-    if not all(isinstance(number, int) and number > 0 for number in (heads, groups, hidden)):
+    channels: Any = getattr(args, 'kv_channels', None)
+    known = all(isinstance(number, int) and number > 0 for number in (heads, groups, hidden))
+    if not known or not isinstance(channels, int | None):
         raise ValueError(
             f'{WARM_START}: no arguments say how many attention heads the checkpoint has and of '
             f'which size; expected --num-attention-heads and --hidden-size.'
         )
-    channels = getattr(args, 'kv_channels', None) or hidden // heads
+    channels = channels or hidden // heads
     rows = (heads + 2 * groups) * channels
     for gpt in layer_maps.replaced:
         key = f'decoder.layers.{f"{gpt}." if layout.indexed else ""}{_QKV}'
@@ -133,9 +135,10 @@ def _attention_sizes(
 def _mamba_sizes(args: Any) -> dict[str, Any]:
     names = ('mamba_num_heads', 'mamba_head_dim', 'mamba_state_dim', 'mamba_num_groups')
     sizes: dict[str, Any] = {name: getattr(args, name, None) for name in names}
-    if sizes['mamba_num_heads'] is None and sizes['mamba_head_dim']:
+    head_dim = sizes['mamba_head_dim']
+    if sizes['mamba_num_heads'] is None and isinstance(head_dim, int) and head_dim > 0:
         # MambaMixer's own rule
-        sizes['mamba_num_heads'] = 2 * args.hidden_size // sizes['mamba_head_dim']
+        sizes['mamba_num_heads'] = 2 * args.hidden_size // head_dim
     return sizes
 
 
@@ -175,16 +178,12 @@ def built_from_attention(
         ranks = x.global_shape[0] // x.local_shape[0]
         rank = x.global_offset[0] // x.local_shape[0]
         qkv = torch.empty((rows // ranks, x.local_shape[1]), dtype=data.dtype, device=data.device)
-        return {
-            'qkv': ShardedTensor.from_rank_offsets(
-                key, qkv, (0, rank, ranks), replica_id=replica_id
-            )
-        }
+        return ShardedTensor.from_rank_offsets(key, qkv, (0, rank, ranks), replica_id=replica_id)
 
     @torch.no_grad()
-    def merge(loaded):
+    def merge(qkv):
         # one query group after the other: its queries, its keys, its values
-        groups = loaded['qkv'].view(-1, heads_per_group + 2, sizes.channels, qkv_columns)
+        groups = qkv.view(-1, heads_per_group + 2, sizes.channels, qkv_columns)
         queries, keys, values = groups.split([heads_per_group, 1, 1], dim=1)
         x, B = (shared.expand_as(queries).reshape(-1, qkv_columns) for shared in (values, keys))
         C = queries.reshape(-1, qkv_columns)

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    _retarget_explicit_key_to_gpt_checkpoint,
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
@@ -120,6 +121,18 @@ def test_attention_is_left_unread_when_it_is_asked_for_only():
     assert '--replace-gpt-attention' in plan_load(stored, args, 'hybrid').refusal
 
 
+def test_explicit_names_are_of_the_block_s_layer():
+    maps = gpt_compatible_layer_maps('M-*-', layout_of(2), True)
+    names = {
+        'model.module.decoder.layers.0.mixer.D': None,
+        'module.decoder.layers.1.mlp.linear_fc1.weight': 'module.decoder.layers.0.mlp',
+        'decoder.layers.2.self_attention.linear_qkv.weight': 'decoder.layers.1.self_attention',
+    }
+    for name, start in names.items():
+        found = _retarget_explicit_key_to_gpt_checkpoint(name, maps)
+        assert (found is None) == (start is None) and (found or '').startswith(start or '')
+
+
 def test_sparse_attention_takes_multi_latent_attention_and_a_fresh_indexer():
     plain, latent = layout_of(2), layout_of(2, LATENT)
     refusal = plan('D-D-', plain).refusal
@@ -155,7 +168,7 @@ def test_a_sparse_attention_layer_reads_a_latent_one(tmp_path):
         maps = gpt_compatible_layer_maps('M-D-', layout, True)
         request = model.sharded_state_dict()
         retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
-        check_sources(request, layout, is_replaced=maps.is_replaced)
+        check_sources(request, layout, may_be_unread=maps.may_be_unread)
         model.load_state_dict(
             dist_checkpointing.load(request, str(tmp_path), validate_access_integrity=False)
         )
@@ -218,13 +231,13 @@ def test_weights_of_the_attention_that_is_kept_have_to_be_read(tmp_path):
         maps = gpt_compatible_layer_maps('M-*-', layout, True)
         retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
         with pytest.raises(CheckpointingException, match=r'k_layernorm\.bias: .*--qk-layernorm'):
-            check_sources(request, layout, is_replaced=maps.is_replaced)
+            check_sources(request, layout, may_be_unread=maps.may_be_unread)
         # of a checkpoint without attention that is kept, no weight of it is missed
         [model] = hybrid('M-M-', num_query_groups=GROUPS)
         request = model.sharded_state_dict()
         maps = gpt_compatible_layer_maps('M-M-', layout, True)
         retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
-        check_sources(request, layout, is_replaced=maps.is_replaced)
+        check_sources(request, layout, may_be_unread=maps.may_be_unread)
 
 
 def save(path, **model):

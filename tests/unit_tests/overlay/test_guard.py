@@ -13,6 +13,7 @@ from megatron_overlay._needs import NEEDS
 from tests.unit_tests.overlay.conftest import core_directory
 from tests.unit_tests.overlay.needs import TABLE, Module, source, table
 
+ARGUMENTS = 'megatron.training.arguments'
 CHECKPOINTING = 'megatron.training.checkpointing'
 INTEROP = 'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
 DISTRIBUTED = 'megatron.core.optimizer.distrib_optimizer'
@@ -304,7 +305,7 @@ def doctored(tmp_path):
             'def dummy_step(self)',
             'def dummy_step(self, steps=1)',
             'rc3',
-            [CHECKPOINTING, DISTRIBUTED, OFFLOADING],
+            [ARGUMENTS, CHECKPOINTING, DISTRIBUTED, OFFLOADING],
             f'{OFFLOADING}.HybridDeviceOptimizer.dummy_step takes other parameters: self, steps',
         ),
     ],
