@@ -20,6 +20,10 @@ _OPEN_FILES = 64
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class NotItsWeightError(CheckpointError):
+    """A main parameter, cast, isn't the weight that it is taken for."""
+
+
 class Assembler:
     """Fills output chunks with the buffers of one thread.
 
@@ -63,6 +67,14 @@ class Assembler:
         for copy in job.copies:
             self._compare(job, copy, out)
 
+    def is_weight(self, job: OutputChunk) -> bool:
+        """Whether a main parameter's pieces are its weight."""
+        try:
+            self.merge(job, torch.empty(job.box.numel, dtype=job.dtype, device='cpu'))
+        except NotItsWeightError:
+            return False
+        return True
+
     def _prove(
         self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
     ) -> None:
@@ -75,7 +87,7 @@ class Assembler:
             same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
             if not same.all():
                 at = start + int((~same).nonzero()[0])
-                raise CheckpointError(_mismatch(job, weight, pieces, main, stored, at, start))
+                raise NotItsWeightError(_mismatch(job, weight, pieces, main, stored, at, start))
             self.math_seconds += perf_counter() - begin
         self.proven += main.numel()
 
@@ -107,7 +119,7 @@ class Assembler:
         same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
         if not same.all():
             first = int((~same).nonzero()[0])
-            raise CheckpointError(_mismatch(job, weight, [piece], values, stored, at + first, at))
+            raise NotItsWeightError(_mismatch(job, weight, [piece], values, stored, at + first, at))
 
     def _read(self, stored: StoredChunk, key: str, start: int, out: torch.Tensor) -> None:
         if self._stop.is_set():

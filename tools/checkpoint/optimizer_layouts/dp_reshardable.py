@@ -7,7 +7,7 @@ is right: where more than one order fills the buckets, and in the writing, for e
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import torch
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box
 from ..merge.plan import OutputTensor
+from .assemble import Assembler
 from .buckets import Buffer, read_buffers
 from .checkpoint import Checkpoint
 from .order import Order, possible_orders
 from .parameters import Model, Part, read_model
-from .plan import PARAM, OptimizerPlan, Piece, Position, output_chunks, state_key
+from .plan import PARAM, OptimizerPlan, OutputChunk, Piece, Position, output_chunks, state_key
 from .settings import is_of_experts, read_settings
 from .stages import Chunks, Placed, fit_buffers, fit_chunks, split
 
@@ -44,7 +45,7 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     model = read_model(checkpoint, any(of_experts))
     _check_gated(checkpoint, model)
     positions = _derive(checkpoint, model, buffers, of_experts)
-    return _plan(checkpoint, model, settings, buffers, positions)
+    return _plan(checkpoint, model, settings, of_experts, buffers, positions)
 
 
 def _check_gated(checkpoint: Checkpoint, model: Model) -> None:
@@ -81,24 +82,54 @@ def _derive(
             f'{model.tensor_size}); frozen parameters and modules of other makes are not converted'
         )
     if len(found) > 1:
+        found = _proven(checkpoint, model, of_experts, found)
+    if len(found) != 1:
         raise CheckpointError(
-            f'{checkpoint.directory}: {len(found)} orders of modules fill the buckets '
-            f'({"; ".join(_described(order) for order, _ in found)}): which one is '
-            'right is not known'
+            f'{checkpoint.directory}: several orders of modules fill the buckets, and the weights '
+            f'are those of {"; ".join(str(order) for order, _ in found) or "none"}: expected one; '
+            'load it in the layout that saved it'
         )
     return found[0][1]
 
 
-def _described(order: Order) -> str:
-    return f'layer norms in {", ".join(sorted(order.fused)) or "modules of their own"}'
+_Placement = tuple[tuple[int, int], str, str, int]
+
+
+def _placements(positions: Positions) -> dict[_Placement, Placed]:
+    return {
+        (position, p.parameter.label, p.place.bucket.name, p.place.start): p
+        for position, placed in positions.items()
+        for p in placed
+    }
 
 
 def _differ(one: Positions, other: Positions) -> bool:
-    return any(
-        [(p.parameter, p.place.start) for p in one[position]]
-        != [(p.parameter, p.place.start) for p in other[position]]
-        for position in one
-    )
+    return _placements(one).keys() != _placements(other).keys()
+
+
+def _proven(
+    checkpoint: Checkpoint,
+    model: Model,
+    of_experts: Sequence[bool],
+    found: Sequence[tuple[Order, Positions]],
+) -> list[tuple[Order, Positions]]:
+    """Those of several derivations whose main parameters are the weights, where they differ."""
+    placements = [_placements(positions) for _, positions in found]
+    agreed = set.intersection(*map(set, placements))
+    proven = []
+    assembler = Assembler()
+    try:
+        for candidate, own in zip(found, placements, strict=True):
+            pieces: dict[Part, list[dict[str, tuple[Piece, ...]]]] = defaultdict(list)
+            for placement in own.keys() - agreed:
+                (chain, group), placed = placement[0], own[placement]
+                size = model.expert_tensor_size if of_experts[chain] else model.tensor_size
+                _take_pieces(checkpoint, pieces, placed, group % size, [PARAM])
+            if all(assembler.is_weight(chunk) for chunk in _chunks(checkpoint, pieces, [PARAM])):
+                proven.append(candidate)
+    finally:
+        assembler.close()
+    return proven
 
 
 def _fit(
@@ -201,6 +232,7 @@ def _plan(
     checkpoint: Checkpoint,
     model: Model,
     settings: list[dict[str, Any]],
+    of_experts: Sequence[bool],
     buffers: Mapping[tuple[int, int], list[Buffer]],
     positions: Positions,
 ) -> OptimizerPlan:
@@ -217,28 +249,28 @@ def _plan(
             name = own[0].name.partition('.gbuf_idx_')[0]
             report.append(Position(name, len(placed), elements, len(own)))
         padding += sum(bucket.numel for bucket in own) - elements
-        experts = bool(placed) and placed[0].parameter.expert >= 0 and len(settings) > 1
-        size = model.expert_tensor_size if experts else model.tensor_size
+        size = model.expert_tensor_size if of_experts[chain] else model.tensor_size
         for p in placed:
             _take_pieces(checkpoint, found, p, group % size, states)
     return OptimizerPlan(
         tensors=_tensors(checkpoint, found, states),
-        chunks=[
-            chunk
-            for (weight, box), copies in found.items()
-            for chunk in output_chunks(
-                checkpoint,
-                weight,
-                box,
-                copies[0],
-                {state: [copy[state] for copy in copies[1:]] for state in states},
-            )
-        ],
+        chunks=list(_chunks(checkpoint, found, states)),
         settings=settings,
         positions=report,
         padding=padding,
         without_state=model.buffers,
     )
+
+
+def _chunks(
+    checkpoint: Checkpoint,
+    found: Mapping[Part, list[dict[str, tuple[Piece, ...]]]],
+    states: Sequence[str],
+) -> Iterator[OutputChunk]:
+    """The output's chunks; the first position's parameter is written, the others are copies."""
+    for (weight, box), stored in found.items():
+        copies = {state: [copy[state] for copy in stored[1:]] for state in states}
+        yield from output_chunks(checkpoint, weight, box, stored[0], copies)
 
 
 def _take_pieces(

@@ -1,11 +1,10 @@
 """The order in which megatron-core's modules register their parameters.
 
 A rank's buffers have its model's ``named_parameters()`` in reverse. Names in a checkpoint are those
-of the modules, with one exception: a layer norm that may be part of the linear layer after it
-(Transformer Engine fuses them) has the fused name in either case. Where it was registered is
-told by ``norms_fused``: in front of the linear layer's own weight, or where the layer norm's
-module stands. Likewise experts are registered one after the other, or their first linear layers
-before their second ones (grouped GEMM): ``experts_grouped``.
+of the modules, but for three things that the names don't tell (see ``Order``). A layer norm that may
+be part of the linear layer after it (Transformer Engine fuses them) has the fused name in either
+case. Experts are registered one after the other, or their first linear layers before their second
+ones (grouped GEMM). A Mamba mixer's convolution is a module, or two parameters of the mixer itself.
 """
 
 import itertools
@@ -70,14 +69,14 @@ _OWN = (
     'layer_norm_weight',
     'layer_norm_bias',
     'gate_weight',
+    'conv1d_weight',
+    'conv1d_bias',
     'dt_bias',
     'A_log',
     'D',
     'softmax_offset',
     'weight',
     'bias',
-    'conv1d_weight',
-    'conv1d_bias',
 )
 _NORM = re.compile(r'(?P<parent>.*?)(?P<linear>[^.]+)\.layer_norm_(?P<own>weight|bias)')
 # Where the module of a layer norm stands whose parameters have the name of a linear layer's.
@@ -99,10 +98,16 @@ class Order:
     Attributes:
         fused: linear layers, as ``self_attention.linear_qkv``, with a layer norm in them
         experts_grouped: first linear layers of all experts before the second ones
+        own_convolution: a Mamba mixer's convolution is no module
     """
 
     fused: frozenset[str]
     experts_grouped: bool = False
+    own_convolution: bool = False
+
+    def __str__(self) -> str:
+        norms = f'layer norms in {", ".join(sorted(self.fused)) or "modules of their own"}'
+        return norms + (', experts grouped' if self.experts_grouped else '')
 
     def key(self, parameter: Parameter) -> tuple:
         """Sorts a chunk's parameters as ``named_parameters()`` of the model has them."""
@@ -123,6 +128,8 @@ class Order:
         return (_MODEL.index(block) + 1, 1, parameter.layer + 1, *place)
 
     def _registered(self, name: str) -> str:
+        if self.own_convolution:
+            name = name.replace('mixer.conv1d.', 'mixer.conv1d_')
         match = _NORM.fullmatch(name)
         if match is None:
             return name
@@ -167,17 +174,19 @@ def _unknown(parameter: Parameter) -> CheckpointError:
 def possible_orders(parameters: Iterable[Parameter]) -> Iterator[Order]:
     """Every order that these parameters may have been registered in."""
     linears: set[str] = set()
-    experts = False
+    experts = convolutions = False
     for parameter in parameters:
         match = _NORM.fullmatch(parameter.name)
         if match:
             full = f'{match["parent"]}{match["linear"]}'
             linears.update(linear for linear in _NORM_MODULE if full.endswith(linear))
         experts |= parameter.expert >= 0
+        convolutions |= 'mixer.conv1d.' in parameter.name
     choices = [
-        frozenset(chosen)
+        frozenset(fused)
         for count in range(len(linears), -1, -1)
-        for chosen in itertools.combinations(sorted(linears), count)
+        for fused in itertools.combinations(sorted(linears), count)
     ]
-    for fused, grouped in itertools.product(choices, (True, False) if experts else (False,)):
-        yield Order(fused, grouped)
+    either = {True: (True, False), False: (False,)}
+    for chosen in itertools.product(choices, either[experts], either[convolutions]):
+        yield Order(*chosen)

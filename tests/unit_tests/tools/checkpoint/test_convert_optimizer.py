@@ -65,15 +65,16 @@ def equal_chunks(root: Path, key: str) -> list[MetadataIndex]:
     return [MetadataIndex(key, offset) for offset in sizes if sizes[offset] == largest]
 
 
-def flip_bit(root: Path, index: MetadataIndex, bit: int = 0) -> None:
-    """Flip a bit in the middle of a stored chunk's elements."""
+def flip_bit(root: Path, index: MetadataIndex, byte: int) -> None:
+    """Flip the lowest bit of a byte of an element in the middle of a stored chunk."""
     directory = resolve_checkpoint(root)
     place = load_dcp_metadata(directory).storage_data[index]
     path = directory / place.relative_path
     content = bytearray(path.read_bytes())
     archive = bytes(content[place.offset : place.offset + place.length])
     name = archive.index(b'data/0') + len(b'data/0')
-    content[place.offset + (name + archive.index(b'data/0', name)) // 2 // 64 * 64] ^= 1 << bit
+    middle = (name + archive.index(b'data/0', name)) // 2
+    content[place.offset + middle // 64 * 64 + byte] ^= 1
     path.write_bytes(content)
 
 
@@ -159,10 +160,12 @@ def test_bucket_of_another_step(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    'key', ['decoder.layers.mlp.linear_fc1.weight', f'{BUCKET}.bucket_idx_0.param']
+    ('key', 'byte'),
+    [('decoder.layers.mlp.linear_fc1.weight', 0), (f'{BUCKET}.bucket_idx_0.param', 2)],
 )
-def test_one_flipped_bit(source, tmp_path, key):
-    flip_bit(source, chunk_indices(source, key)[0], bit=7)
+def test_one_flipped_bit(source, tmp_path, key, byte):
+    """The last bit of a weight, and that of a main parameter which it is rounded to."""
+    flip_bit(source, chunk_indices(source, key)[0], byte)
     before = tree(source)
     refused(source, tmp_path)
     assert tree(source) == before
