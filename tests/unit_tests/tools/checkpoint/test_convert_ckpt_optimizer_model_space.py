@@ -1,5 +1,6 @@
-"""Optimizer state as megatron-core 0.12 to 0.14 stored it, in checkpoints that these wrote."""
+"""Optimizer state as megatron-core 0.10 to 0.14 stored it, in checkpoints that these wrote."""
 
+import dataclasses
 import io
 import pickle
 import re
@@ -9,7 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.optimizer.resume_report import describe, read_resume_report
 from megatron.core.optimizer.weight_check import check_weights
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from tests.cpu_megatron import warm
 from tests.cpu_megatron.recorder import read_log
@@ -19,7 +20,7 @@ from tests.old_formats.stored import digests, expected, unpack
 from tools.checkpoint import inspect_checkpoint
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 
-CONVERTED = [name for name in CASES if 'gathered' not in name]
+CONVERTED = list(CASES)
 ITERATION = 'iter_0000002'
 MAIN = 'optimizer.state.fp32_param.'
 FC1 = 'decoder.layers.mlp.linear_fc1.weight'
@@ -324,6 +325,30 @@ def test_who_would_load_it_is_told_the_command(tmp_path, capsys):
         check_weights(old)
 
 
-def test_gathered_buffers_are_refused_by_name(tmp_path, capsys):
-    checkpoint = unpack('core-0.14-gathered-tp2', tmp_path / 'old') / ITERATION
+def test_gathered_buffers_are_refused_by_name(checkpoint, capsys):
+    state = common_state(checkpoint)
+    state['content_metadata']['distrib_optim_sharding_type'] = 'dp_zero_gather_scatter'
+    torch.save(state, checkpoint / 'common.pt')
     refused(checkpoint, capsys, 'dp_zero_gather_scatter')
+
+
+def test_a_state_in_other_chunks_than_its_weight_is_refused(tmp_path, capsys):
+    """State that 0.10 didn't flatten, of a weight of two chunks that it crosses."""
+    checkpoint = unpack('core-0.10-dp2', tmp_path / 'old') / ITERATION
+    norm = 'decoder.final_layernorm.weight'
+
+    def cut(changed):
+        entry = changed.state_dict_metadata[norm]
+        whole = entry.chunks[0]
+        info = changed.storage_data.pop(MetadataIndex(norm, whole.offsets))
+        half = info.length // 2
+        entry.chunks = []
+        for i in (0, 1):
+            chunk = ChunkStorageMetadata(torch.Size([8 * i]), torch.Size([8]))
+            entry.chunks.append(chunk)
+            changed.storage_data[MetadataIndex(norm, chunk.offsets)] = dataclasses.replace(
+                info, offset=info.offset + half * i, length=half
+            )
+
+    change_metadata(checkpoint, cut)
+    refused(checkpoint, capsys, f'fp32_param.{norm} at [0]', 'another chunk')
