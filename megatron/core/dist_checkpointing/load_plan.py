@@ -307,7 +307,7 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
-    if kind == IN_BUCKETS:
+    if kind == IN_BUCKETS and not is_layer_wise(stored.args):
         return True, (
             f'The optimizer state of the checkpoint is {kind!r}, which belongs to the layout that '
             f'saved it. Convert it and load the result: {conversion_command(stored.directory)}; or '
@@ -331,6 +331,7 @@ def _other_layout(stored: StoredCheckpoint, args: Any) -> str:
         or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
         or getattr(stored.args, 'no_save_optim', False) is True
         or not getattr(args, 'use_distributed_optimizer', False)
+        or is_layer_wise(stored.args)
         or stored_optimizer_format(stored) != IN_BUCKETS
     ):
         return ''
