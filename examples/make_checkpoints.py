@@ -3,7 +3,8 @@
     python examples/make_checkpoints.py DIR
 
 writes DIR/iter_0000004, iter_0000008, … in torch_dist format with the optimizer's state
-(fully_reshardable). ``--ckpt-format torch`` writes the legacy format instead, one file a rank.
+(fully_reshardable, or what ``--optimizer-format`` says). ``--ckpt-format torch`` writes the legacy
+format instead, one file a rank.
 """
 
 import argparse
@@ -30,6 +31,13 @@ def arguments() -> argparse.ArgumentParser:
         '--save-interval', type=int, default=4, help='steps between saves (default: %(default)s)'
     )
     parser.add_argument('--no-optimizer', action='store_true', help='leave the optimizer state out')
+    parser.add_argument(
+        '--optimizer-format',
+        choices=['fully_reshardable', 'dp_reshardable'],
+        default='fully_reshardable',
+        help="how torch_dist stores the optimizer's state; dp_reshardable is megatron-core's "
+        'default (default: %(default)s)',
+    )
     parser.add_argument(
         '--ckpt-format',
         choices=['torch_dist', 'torch'],
@@ -91,7 +99,9 @@ def _training_arguments(options: argparse.Namespace) -> list[str]:
         stages = options.pipeline_size * options.virtual_size
         training += ['--num-layers-per-virtual-pipeline-stage', str(layers // stages)]
     if options.ckpt_format == 'torch_dist':
-        training += ['--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable']
+        training.append('--use-distributed-optimizer')
+        if options.optimizer_format == 'fully_reshardable':
+            training.append('--dist-ckpt-optim-fully-reshardable')
     if options.no_optimizer:
         training.append('--no-save-optim')
     if options.bf16:

@@ -76,3 +76,25 @@ def test_a_number_of_layers_is_compared_where_layers_are_translated():
     of_hybrid = {'args': Namespace(num_layers=2, hybrid_layer_pattern='*-*-')}
     stored = StoredCheckpoint(layout_from_keys(MODEL), of_hybrid)
     assert 'contradicts itself' in plan_load(stored, any_run(stored), 'gpt').refusal
+
+
+@pytest.mark.parametrize('run', ['gpt', 'hybrid'])
+def test_state_in_buckets_names_the_conversion(run):
+    sizes = {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 1}
+    saved = Namespace(num_layers=2, use_distributed_optimizer=True, **sizes)
+    common = {'args': saved, 'content_metadata': {FORMAT: 'dp_reshardable'}}
+    layout = layout_from_keys(MODEL | BUCKETS)
+    stored = StoredCheckpoint(layout, common, directory='/ckpt/a b/iter_0000003')
+    pattern = {'hybrid_layer_pattern': '*-*-'} if run == 'hybrid' else {}
+    other = any_run(stored, **sizes | {'tensor_model_parallel_size': 1}, **pattern)
+    command = (
+        "megatron-convert-optimizer --load-dir '/ckpt/a b/iter_0000003' "
+        "--save-dir '/ckpt/a b-fully-reshardable'"
+    )
+    assert command in plan_load(stored, other, run).optimizer_refusal
+    same = plan_load(stored, any_run(stored, **pattern), run)
+    assert bool(same.optimizer_refusal) == (run == 'hybrid')
+    for skipped in ('no_load_optim', 'finetune'):
+        own = Namespace(**vars(other) | {skipped: True})
+        if run == 'gpt' or skipped == 'no_load_optim':
+            assert not plan_load(stored, own, run).optimizer_refusal

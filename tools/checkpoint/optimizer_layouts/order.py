@@ -1,10 +1,10 @@
 """The order in which megatron-core's modules register their parameters.
 
 A rank's buffers have its model's ``named_parameters()`` in reverse. Names in a checkpoint are those
-of the modules, but for three things that the names don't tell (see ``Order``). A layer norm that may
-be part of the linear layer after it (Transformer Engine fuses them) has the fused name in either
-case. Experts are registered one after the other, or their first linear layers before their second
-ones (grouped GEMM). A Mamba mixer's convolution is a module, or two parameters of the mixer itself.
+of the modules. Three things they don't tell (see ``Order``): a layer norm that may be part of the
+linear layer after it (Transformer Engine fuses them) has the fused name in either case; experts are
+registered one after the other, or their first linear layers before their second ones (grouped
+GEMM); a Mamba mixer's convolution is a module, or two parameters of the mixer itself.
 """
 
 import itertools

@@ -51,6 +51,7 @@ def places(vpp, tmp_path_factory):
     root = tmp_path_factory.mktemp('documents')
     train('gpt', root / 'gpt', '--train-iters 12 --save-interval 4 --num-layers 4')
     train('hybrid', root / 'hybrid', '--train-iters 3 --hybrid-layer-pattern *-*-')
+    train('gpt', root / 'buckets', '--train-iters 3', options=())
     stages, edge, cloud = root / 'stages', root / 'edge', root / 'cloud'
     for words in (
         f'reshape --load-dir {vpp} --save-dir {stages} --pipeline-size 4 --virtual-size 1',
@@ -61,6 +62,7 @@ def places(vpp, tmp_path_factory):
     runs = ('/ckpt/gpt', '/ckpt/run', 'ROOT', 'runs/a', 'PATH', 'CHECKPOINT', 'A', 'B')
     return {run: root / 'gpt' for run in runs} | {
         '/ckpt/hybrid': root / 'hybrid',
+        '/ckpt/buckets': root / 'buckets',
         'D': stages,
         'TP1': stages,
         'TP8': stages,
@@ -70,14 +72,14 @@ def places(vpp, tmp_path_factory):
     }
 
 
-def train(kind, directory, arguments):
+def train(kind, directory, arguments, options=('--dist-ckpt-optim-fully-reshardable',)):
     torchrun(
         1,
         'tests.cpu_megatron.pretrain',
         kind,
         *arguments.split(),
         *('--save', str(directory), '--ckpt-format', 'torch_dist'),
-        *('--use-distributed-optimizer', '--dist-ckpt-optim-fully-reshardable'),
+        *('--use-distributed-optimizer', *options),
         env={'CPU_MEGATRON_OPTIMIZER': 'fused_adam'},
     )
 
@@ -134,7 +136,8 @@ def console_command(name):
 def run(module, words, places, tmp_path):
     """In this process where the module has a ``main`` that takes arguments."""
     if module == 'examples.make_checkpoints':
-        assert words == ['DIR']  # the fixture trains as it does
+        # the fixture trains as it does
+        assert importlib.import_module(module).arguments().parse_args(words).directory
         return
     if module == 'megatron_overlay':
         shown = subprocess.run([sys.executable, '-m', module], capture_output=True, text=True)
