@@ -2,7 +2,7 @@
 
     python -m tests.old_formats.make_checkpoints MEGATRON_LM [CASE ...]
 
-``MEGATRON_LM`` is a git repository of Megatron-LM with its tags ``core_v0.12.0`` to
+``MEGATRON_LM`` is a git repository of Megatron-LM with its tags ``core_v0.10.0`` to
 ``core_v0.15.0``. Their trees run as they are under today's torch, from this project's environment
 (``make .venv/.ready``); ``train.py`` says what they need without a GPU. Each case trains two
 iterations and saves, then trains and saves another two. Written to ``data/``:
@@ -21,7 +21,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cpu_megatron.torchrun import REPOSITORY
@@ -46,15 +46,13 @@ class Case:
     """A run: release, number of ranks, Adam ('torch_adam' or 'fused_adam'), arguments.
 
     Attributes:
-        model: arguments that a run resumed by another release takes, too
-        then: arguments of that release only
+        model: arguments, which a run resumed by another release takes, too
     """
 
     release: str
     ranks: int
     adam: str
     model: list[str]
-    then: list[str] = field(default_factory=lambda: ['--ckpt-fully-parallel-save'])
 
     def resumed_with(self) -> list[str]:
         """Arguments of a run that goes on from the checkpoint."""
@@ -73,13 +71,7 @@ CASES = {
         ['--untie-embeddings-and-output-weights', '--pipeline-model-parallel-size', '2'],
     ),
     'core-0.12-moe-ep2': Case('0.12.0', 2, 'fused_adam', ['--bf16', *_MOE]),
-    'core-0.14-gathered-tp2': Case(
-        '0.14.0',
-        2,
-        'fused_adam',
-        ['--bf16', '--swiglu', '--tensor-model-parallel-size', '2'],
-        ['--no-ckpt-fully-parallel-save'],
-    ),
+    'core-0.10-dp2': Case('0.10.0', 2, 'fused_adam', ['--bf16', '--swiglu']),
 }
 
 
@@ -100,7 +92,7 @@ def main() -> None:
 def _make(name: str, case: Case, megatron_lm: Path, work: Path) -> dict:
     saved, log = work / name, work / f'{name}.log'
     often = ['--save', str(saved), '--save-interval', '2', '--exit-interval', '4']
-    _train(megatron_lm, case, case.release, log, [*case.then, *often], work)
+    _train(megatron_lm, case, case.release, log, ['--ckpt-fully-parallel-save', *often], work)
     tracker = saved / 'latest_checkpointed_iteration.txt'
     tracker.write_text('2')
     with tarfile.open(DATA / f'{name}.tar.xz', 'w:xz', preset=9) as archive:

@@ -1,4 +1,4 @@
-"""One rank of a tiny GPT training under megatron-core 0.12 to 0.15, on the CPU.
+"""One rank of a tiny GPT training under megatron-core 0.10 to 0.15, on the CPU.
 
     python -m tests.old_formats.train LOG [megatron arguments]
 
@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy
 import torch
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms
 
 from tests.cpu_megatron import collectives, facade, fused_adam_convention, hooks
 from tests.cpu_megatron.arguments import GPT_DEFAULTS
@@ -44,6 +44,8 @@ def main() -> None:
     tokenizer.build_tokenizer = _build_tokenizer
     sys.modules[tokenizer.__name__] = tokenizer
     names = {argument.split('=', 1)[0] for argument in given}
+    if _release() < (0, 11):
+        names.add('--attention-backend')  # not known then
     added = [
         part
         for name, value in GPT_DEFAULTS.items()
@@ -54,15 +56,22 @@ def main() -> None:
         _pretrain(Path(log))
 
 
+def _release() -> tuple[int, ...]:
+    from megatron import core
+
+    return tuple(map(int, core.__version__.split('.')[:2]))
+
+
 def _no_fp8_parameters(module: types.ModuleType) -> None:
     # without Transformer Engine 0.12 raises even where there are none
     module._quantize_param_shard_impl = lambda *args: None
 
 
 def _writes_torch_save(module: types.ModuleType) -> None:
-    # the only format that torch's function had when 0.12 called it
+    # the only format that torch's function had when 0.12 called it; 0.10 knew of no transforms
+    known = () if hasattr(module, '_StorageWriterTransforms') else (_StorageWriterTransforms(),)
     form = SerializationFormat.TORCH_SAVE
-    module._write_item = functools.partial(module._write_item, serialization_format=form)
+    module._write_item = functools.partial(module._write_item, *known, serialization_format=form)
 
 
 def _no_te_gemm(module: types.ModuleType) -> None:
@@ -110,13 +119,12 @@ def _pretrain(log: Path) -> None:
 
 
 def _forward_step(iterator, model):
-    from megatron import core
     from megatron.core import parallel_state
 
     from tests.cpu_megatron.synthetic_data import forward_step
 
     output, loss_func = forward_step(iterator, model)
-    if not core.__version__.startswith('0.12.'):
+    if _release() > (0, 12):
         return output, loss_func
 
     def as_pair(output):
@@ -143,7 +151,7 @@ def _model(pre_process: bool = True, post_process: bool = True, vp_stage: int | 
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     else:
-        spec = get_gpt_layer_local_spec(normalization=args.normalization)
+        spec = get_gpt_layer_local_spec()
     return GPTModel(
         config,
         spec,

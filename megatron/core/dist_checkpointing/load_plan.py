@@ -371,7 +371,7 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
-    if kind in CONVERTED_FORMATS:
+    if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
         return True, _convert(stored, kind, CONVERTED_FORMATS[kind])
     if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
         return True, (
@@ -394,6 +394,7 @@ def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
         or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
         or getattr(stored.args, 'no_save_optim', False) is True
         or not getattr(args, 'use_distributed_optimizer', False)
+        or is_layer_wise(stored.args)
     ):
         return ''
     kind = stored_optimizer_format(stored)

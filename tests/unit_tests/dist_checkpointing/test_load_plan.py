@@ -111,3 +111,25 @@ def test_patterns_are_read_as_core_reads_them():
             found = pattern_symbols.parse_hybrid_pattern(pattern)
             expected = parsed.main_pattern or '', parsed.mtp_pattern or '', parsed.mtp_num_depths
             assert (found.main_pattern, found.mtp_pattern, found.mtp_num_depths) == expected
+
+
+@pytest.mark.parametrize('run', ['gpt', 'hybrid'])
+def test_state_in_buckets_names_the_conversion(run):
+    sizes = {'tensor_model_parallel_size': 2, 'pipeline_model_parallel_size': 1}
+    saved = Namespace(num_layers=2, use_distributed_optimizer=True, **sizes)
+    common = {'args': saved, 'content_metadata': {FORMAT: 'dp_reshardable'}}
+    layout = layout_from_keys(MODEL | BUCKETS)
+    stored = StoredCheckpoint(layout, common, directory='/ckpt/a b/iter_0000003')
+    pattern = {'hybrid_layer_pattern': '*-*-'} if run == 'hybrid' else {}
+    other = any_run(stored, **sizes | {'tensor_model_parallel_size': 1}, **pattern)
+    command = (
+        "megatron-convert-optimizer --load-dir '/ckpt/a b/iter_0000003' "
+        "--save-dir '/ckpt/a b-fully-reshardable'"
+    )
+    assert command in plan_load(stored, other, run).optimizer_refusal
+    same = plan_load(stored, any_run(stored, **pattern), run)
+    assert bool(same.optimizer_refusal) == (run == 'hybrid')
+    for skipped in ('no_load_optim', 'finetune'):
+        own = Namespace(**vars(other) | {skipped: True})
+        if run == 'gpt' or skipped == 'no_load_optim':
+            assert not plan_load(stored, own, run).optimizer_refusal

@@ -6,6 +6,8 @@ pieces are not what the plan takes them for, or the checkpoint is damaged, and t
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -61,7 +63,11 @@ class Assembler:
         """
         assert isinstance(job, OutputChunk)
         for piece in job.pieces:
-            self._read(piece.stored, piece.key, piece.start, out[piece.at : piece.at + piece.count])
+            self._read(
+                self._open(piece.stored, piece.key),
+                piece.start,
+                out[piece.at : piece.at + piece.count],
+            )
         if job.weight is not None:
             self._prove(job, job.weight, job.pieces, out)
         for copy in job.copies:
@@ -78,11 +84,11 @@ class Assembler:
     def _prove(
         self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
     ) -> None:
-        key = job.weight_key
+        source = self._open(weight, job.weight_key)
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
             stored = _view(self._block, weight.dtype, values.numel())
-            self._read(weight, key, start, stored)
+            self._read(source, start, stored)
             begin = perf_counter()
             same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
             if not same.all():
@@ -95,10 +101,11 @@ class Assembler:
         """A replica against what is written; of a main parameter, its weight decides as well."""
         different = 0
         for piece in copy:
+            source = self._open(piece.stored, piece.key)
             for start in range(0, piece.count, BLOCK_ELEMENTS):
                 count = min(BLOCK_ELEMENTS, piece.count - start)
                 values = _view(self._other, piece.stored.dtype, count)
-                self._read(piece.stored, piece.key, piece.start + start, values)
+                self._read(source, piece.start + start, values)
                 at = piece.at + start
                 same = _as_bits(values) == _as_bits(out[at : at + count])
                 if same.all():
@@ -115,32 +122,45 @@ class Assembler:
         self, job: OutputChunk, weight: StoredChunk, piece: Piece, values: torch.Tensor, at: int
     ) -> None:
         stored = _view(self._block, weight.dtype, values.numel())
-        self._read(weight, job.weight_key, at, stored)
+        self._read(self._open(weight, job.weight_key), at, stored)
         same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
         if not same.all():
             first = int((~same).nonzero()[0])
             raise NotItsWeightError(_mismatch(job, weight, [piece], values, stored, at + first, at))
 
-    def _read(self, stored: StoredChunk, key: str, start: int, out: torch.Tensor) -> None:
-        if self._stop.is_set():
-            raise Stopped
-        if out.numel() == 0:
-            return
-        begin = perf_counter()
+    def _open(self, stored: StoredChunk, key: str) -> '_Opened':
         descriptor = self._files.get(stored.path)
         offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
-        if offset is None:
-            chunk = load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
-            out.copy_(chunk.contiguous().view(-1)[start : start + out.numel()])
+        if offset is not None:
+            return _Opened(stored.path, descriptor, offset)
+        chunk = load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+        return _Opened(stored.path, whole=chunk.contiguous().view(-1))
+
+    def _read(self, opened: '_Opened', start: int, out: torch.Tensor) -> None:
+        if self._stop.is_set():
+            raise Stopped
+        begin = perf_counter()
+        if opened.whole is not None:
+            out.copy_(opened.whole[start : start + out.numel()])
         else:
             read_exactly(
-                descriptor,
+                opened.descriptor,
                 memoryview(out.view(torch.uint8).numpy()),
-                offset + start * stored.dtype.itemsize,
-                stored.path,
+                opened.offset + start * out.itemsize,
+                opened.path,
             )
         self.bytes_read += out.numel() * out.itemsize
         self.read_seconds += perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A stored chunk's elements: at an offset of an open file, or loaded as a whole."""
+
+    path: Path
+    descriptor: int = -1
+    offset: int = 0
+    whole: torch.Tensor | None = None
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:

@@ -5,11 +5,12 @@ rank (two of each rank, for gate and up of a gated MLP), flattens each, and cuts
 data-parallel rank's part ends. Stored is a tensor of the grid's shape with one more axis: of a
 weight of [2, 128, 32] in a grid of [2, 4, 1] it is [2, 4, 1, 1024], and its chunk at [0, 3, 0, 384]
 begins with element 384 of the shard [0:1, 96:128, 0:32]. Seen on files of megatron-core 0.12, 0.13
-and 0.14.
+and 0.14. Up to 0.10 state of a one-dimensional weight has the weight's shape, cut likewise.
 """
 
 import math
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -90,6 +91,8 @@ def _pieces(checkpoint: Checkpoint, key: str, weight: str) -> dict[Box, list[Pie
     where = f'{checkpoint.directory}: {key}'
     if stored.dtype != torch.float32:
         raise CheckpointError(f'{where}: {stored.dtype}, expected torch.float32')
+    if len(stored.shape) == 1 and stored.shape == entry.shape:
+        return _unflattened(checkpoint, key, weight)
     grid, numel = stored.shape[:-1], stored.shape[-1] if stored.shape else 0
     sizes = _shard_sizes(entry.shape, grid)
     if sizes is None or math.prod(sizes) != numel:
@@ -122,6 +125,24 @@ def _pieces(checkpoint: Checkpoint, key: str, weight: str) -> dict[Box, list[Pie
             f'{where}: in shards of {list(sizes)}, {weight} is stored in other chunks (such as '
             f'{list(other.sizes)} at {list(other.offsets)}); they belong to different layouts'
         )
+    return shards
+
+
+def _unflattened(checkpoint: Checkpoint, key: str, weight: str) -> dict[Box, list[Piece]]:
+    """The same where the chunks are those of a one-dimensional weight, cut further."""
+    stored = checkpoint.optimizer[key]
+    shards: dict[Box, list[Piece]] = defaultdict(list)
+    whole = sorted(checkpoint.weights[weight].chunks)
+    for chunk in sorted(stored.chunks):
+        box = whole[bisect_right(whole, chunk.offsets, key=lambda box: box.offsets) - 1]
+        if chunk.ends > box.ends:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key} at {list(chunk.offsets)}: ends in another chunk of '
+                f'{weight} than it begins in; they belong to different layouts'
+            )
+        at = chunk.offsets[0] - box.offsets[0]
+        piece = stored_chunk(checkpoint, stored, chunk)
+        shards[box].append(Piece(piece, key, 0, chunk.sizes[0], at))
     return shards
 
 

@@ -124,14 +124,13 @@ def test_dry_run_tells_positions_and_writes_nothing(twins, tmp_path, capsys):
 @pytest.mark.parametrize('key', ['.param', '.exp_avg', '.exp_avg_sq'])
 def test_pieces_exchanged(source, tmp_path, key):
     """In param the contents tell; where all three are exchanged param does."""
-    one, other = equal_chunks(source, f'{BUCKET}.bucket_idx_0.param')
+    bucket = f'{BUCKET}.bucket_idx_0'
+    one, other = equal_chunks(source, f'{bucket}.param')
 
     def exchange(metadata):
         storage = metadata.storage_data
         for state in {'.param', key}:
-            a, b = (
-                MetadataIndex(i.fqn.removesuffix('.param') + state, i.offset) for i in (one, other)
-            )
+            a, b = (MetadataIndex(bucket + state, index.offset) for index in (one, other))
             storage[a], storage[b] = storage[b], storage[a]
 
     edit_metadata(source, exchange)

@@ -91,7 +91,7 @@ def resumed(tmp_path_factory):
                 'name': f'{name} {root.name}',
                 'kind': kind,
                 'arguments': [
-                    *(*common, *arguments, '--no-load-rng'),
+                    *(*common, *arguments, '--no-load-rng', '--override-opt-param-scheduler'),
                     *('--load', str(root), '--train-iters', str(2 * STEPS)),
                 ],
                 'result': str(work / f'{name} {root.name}'.replace(' ', '_')),
