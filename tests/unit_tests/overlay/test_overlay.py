@@ -20,6 +20,8 @@ TOOLS = {
     'megatron-convert-pp-vpp': 'convert_ckpt_pp_vpp.py',
     'megatron-inspect-checkpoint': 'inspect_checkpoint.py',
     'megatron-gpt-into-hybrid': 'gpt_into_hybrid.py',
+    'megatron-convert-optimizer': 'convert_ckpt_optimizer.py',
+    'megatron-resume-report': 'resume_report.py',
 }
 
 
