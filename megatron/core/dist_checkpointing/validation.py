@@ -69,11 +69,9 @@ def partial_state(shards: Iterable[ShardedTensor]) -> str:
         one sentence or two; empty where there is none.
     """
     places: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-    stacked: dict[str, int] = {}
     for shard in shards:
         if shard.prepend_axis_num and shard.has_regular_grid:
             places[shard.key].add(shard.global_offset[: shard.prepend_axis_num])
-            stacked[shard.key] = shard.prepend_axis_num
     for key, found in places.items():
         weight = OPTIMIZER_KEY_RE.sub('', key)
         if weight != key and (missing := places.get(weight, found) - found):
