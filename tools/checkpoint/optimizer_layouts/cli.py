@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         '--report-json',
         type=local_path,
         metavar='FILE',
-        help='also write the report (or, with --dry-run, the plan) as JSON',
+        help='also write the report (or, with --dry-run, the plan) as JSON, into a new file',
     )
     return parser
 
@@ -86,6 +86,9 @@ def run(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages()
     if reason is None and not os.path.exists(args.load_dir):
         reason = f"{args.load_dir}: doesn't exist"
+    if reason is None and args.report_json and os.path.isfile(args.report_json):
+        if os.path.getsize(args.report_json):
+            reason = f'--report-json {args.report_json}: exists; name another file'
     if reason is not None:
         return complain(reason)
 
