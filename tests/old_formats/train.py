@@ -3,7 +3,7 @@
     python -m tests.old_formats.train LOG [megatron arguments]
 
 The path begins with a source tree of that release. ``LOG`` gets one JSON line an iteration: its
-number, loss and gradient norm, as hexadecimal floats. Options of a tiny run are added where they
+loss and gradient norm, as hexadecimal floats. Options of a tiny run are added where they
 aren't given.
 """
 

@@ -137,6 +137,21 @@ def test_the_next_steps_of_releases_that_round_otherwise(converted, tmp_path, na
         assert step == pytest.approx(wanted, rel=ROUNDED[name])
 
 
+def test_a_hybrid_run_goes_on_with_the_optimizer_state(converted):
+    """In two commands: conversion, and ``--load`` of the overlay."""
+    name = 'core-0.14-tp2-dp2'
+    options = [
+        *CASES[name].resumed_with(),
+        *('--tensor-model-parallel-size', '1', '--hybrid-layer-pattern', 'M*-M*-'),
+        *('--exit-interval', '3', '--load', str(converted[name][1])),
+    ]
+    layers = options.index('--num-layers')
+    del options[layers : layers + 2]
+    printed = warm.run(1, 'tests.cpu_megatron.pretrain', 'hybrid', *options)
+    assert 'GPT checkpoint into a hybrid model' in printed
+    assert 'optimizer state is loaded' in printed
+
+
 def steps(name):
     return [
         {key: float.fromhex(value) for key, value in step.items()}
