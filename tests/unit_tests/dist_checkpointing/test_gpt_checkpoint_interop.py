@@ -464,7 +464,8 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
     ]
     assert lines[-2:] == [
         'Optimizer state: fully_reshardable',
-        'Will load, with its optimizer state.',
+        'Will load, with its optimizer state. The checkpoint has no random state; pass '
+        '--no-load-rng to start it fresh.',
     ]
     assert not any('order' in line for line in lines)
     assert main([str(tmp_path), '*M*--']) == 0

@@ -217,7 +217,7 @@ def test_the_inspector_tells_what_a_load_will_do(tmp_path):
     save_hybrid(tmp_path / 'iter_0000002', '**--')
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('2\n')
     taken, reason = verdict(tmp_path)
-    assert taken and 'in another order' in reason and reason.endswith('; optimizer state too')
+    assert taken and 'in another order' in reason and '; optimizer state too' in reason
     save_hybrid(tmp_path / 'release', '*-*E', num_moe_experts=4)
     assert verdict(tmp_path / 'release') == (
         True,
