@@ -49,7 +49,12 @@ from megatron.core.dist_checkpointing.read_record import (
     recording_reads,
 )
 from megatron.core.dist_checkpointing.saved_arguments import saved_pattern
-from megatron.core.dist_checkpointing.unstored_state import unstored_reason, unstored_state
+from megatron.core.dist_checkpointing.unstored_state import (
+    OPTIMIZER,
+    saved_without_optimizer,
+    unstored_reason,
+    unstored_state,
+)
 from megatron.core.dist_checkpointing.validation import reading_parts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_model
@@ -106,7 +111,9 @@ def load_checkpoint(
     _tell_that_this_is_active()
     outer = _current_load
     with ExitStack() as changes:
-        _current_load = Load(ddp_model, optimizer, get_args(), strict, changes)
+        _current_load = Load(
+            ddp_model, optimizer, get_args(), strict, changes, scheduler=opt_param_scheduler
+        )
         try:
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
@@ -175,14 +182,11 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
 
 
 def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args) -> None:
-    """End where DCP would: after it has zeroed embeddings, with its list of missing keys."""
-    missing_keys_are_errors = getattr(args, 'dist_ckpt_strictness', '') == _DEFAULT_STRICTNESS
-    if load.stored is None or load.stored.layout is None or not missing_keys_are_errors:
+    """End before a weight has changed, where upstream and DCP end with keys alone."""
+    unstored = {} if load.stored is None else unstored_state(load.stored)
+    if load.stored is None or not unstored:
         return
-    unstored, keys = unstored_state(load.stored), load.stored.layout.keys
-    if not unstored:
-        return
-    asked = [[name for name in unstored if _asks_for_others(sharded_state_dict, name, keys)]]
+    asked = [[name for name in unstored if _is_asked_for(name, load, sharded_state_dict, args)]]
     if torch.distributed.is_initialized():  # a rank whose parameters are frozen has no optimizer
         asked *= torch.distributed.get_world_size()
         torch.distributed.all_gather_object(asked, asked[0])
@@ -190,6 +194,22 @@ def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args
     if wanted:
         reason = unstored_reason({name: unstored[name] for name in unstored if name in wanted})
         raise CheckpointingException(f'{load.stored.directory}: {reason}')
+
+
+def _is_asked_for(name: str, load: Load, sharded_state_dict: dict | None, args) -> bool:
+    """Whether this rank can't do without ``name``, which the checkpoint doesn't have."""
+    stored = load.stored
+    assert stored is not None
+    if name == OPTIMIZER and stored.format == TORCH_DIST and saved_without_optimizer(stored):
+        # Upstream doesn't ask for it, and looks for it when the weights have been loaded.
+        has_state = load.scheduler is not None or not getattr(
+            load.optimizer, 'is_stub_optimizer', load.optimizer is None
+        )
+        return has_state and not args.no_load_optim and not args.finetune
+    missing_keys_are_errors = getattr(args, 'dist_ckpt_strictness', '') == _DEFAULT_STRICTNESS
+    if stored.layout is None or not missing_keys_are_errors:
+        return False
+    return _asks_for_others(sharded_state_dict, name, stored.layout.keys)
 
 
 def _asks_for_others(sharded_state_dict: dict | None, name: str, keys: Set[str]) -> bool:
@@ -220,6 +240,9 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
     """
     load = _current_load or Load(model, None, args)
     stored = load.stored or StoredCheckpoint(None, {'args': ckpt_args})
+    if _current_load is not None and load.optimizer is None:  # to generate, to export
+        args = copy.copy(args)
+        args.no_load_optim = True
     load.plan = plan = plan_load(stored, args, _kind(model))
     if plan.refusal or plan.optimizer_refusal:
         raise RuntimeError(plan.refusal or plan.optimizer_refusal)

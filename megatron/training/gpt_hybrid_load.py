@@ -20,7 +20,7 @@ class Load:
     """What the functions inside one ``load_checkpoint`` call know of it.
 
     Attributes:
-        model, optimizer, args, strict: as the call has them.
+        model, optimizer, args, strict, scheduler: as the call has them.
         changes: what is set on model and optimizer for the call, and put back after it.
         stored: the checkpoint, then.
         plan: what is done with it.
@@ -38,6 +38,7 @@ class Load:
     plan: LoadPlan = LoadPlan()
     retarget: Callable | None = None
     loaded: dict | None = field(default=None, repr=False)
+    scheduler: Any = None
 
 
 def amend_model_and_optimizer(load: Load) -> None:

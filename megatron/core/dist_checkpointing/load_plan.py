@@ -30,7 +30,7 @@ from .saved_arguments import (
     other_weights,
     saved_pattern,
 )
-from .unstored_state import unstored_reason, unstored_state
+from .unstored_state import saved_without_optimizer, unstored_reason, unstored_state
 
 GPT, HYBRID, OTHER = 'gpt', 'hybrid', 'other'
 TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
@@ -354,7 +354,7 @@ def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
     if args.no_load_optim or stored.release:
         return False, ''
     has_optimizer = stored.layout is None or stored.layout.has_optimizer
-    if not has_optimizer or getattr(stored.args, 'no_save_optim', False) is True:
+    if not has_optimizer or saved_without_optimizer(stored):
         return False, '' if args.finetune else unstored_reason(unstored_state(stored))
     kind = stored_optimizer_format(stored)
     if stored.layout is None or stored.format != TORCH_DIST:
@@ -392,7 +392,7 @@ def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
         stored.release
         or stored.format != TORCH_DIST
         or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
-        or getattr(stored.args, 'no_save_optim', False) is True
+        or saved_without_optimizer(stored)
         or not getattr(args, 'use_distributed_optimizer', False)
         or is_layer_wise(stored.args)
     ):

@@ -26,17 +26,23 @@ def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
     found, layout = {}, stored.layout
     if stored.release:
         return {}
-    no_save_optim = getattr(stored.args, 'no_save_optim', False) is True
-    if no_save_optim or (layout is not None and not layout.has_optimizer):
+    if saved_without_optimizer(stored) or (layout is not None and not layout.has_optimizer):
         found[OPTIMIZER] = NO_OPTIMIZER
     if layout is None or stored.format != 'torch_dist':
         return found
     in_buckets = {key.rpartition('.')[2] for key in layout.keys if '.bucket_idx_' in key}
     if in_buckets == {'param'} and getattr(stored.args, 'optimizer', None) == 'adam':
         found[OPTIMIZER] = NO_MOMENTS
-    if not any(RNG in key for key in layout.keys):
+    # no run asks for what its arguments say was left out
+    left_out = getattr(stored.args, 'no_save_rng', False) is True
+    if not left_out and not any(RNG in key for key in layout.keys):
         found[RNG] = NO_RNG
     return found
+
+
+def saved_without_optimizer(stored: 'StoredCheckpoint') -> bool:
+    """Whether the checkpoint's arguments say that its optimizer was left out."""
+    return getattr(stored.args, 'no_save_optim', False) is True
 
 
 def unstored_options(unstored: Collection[str]) -> list[str]:

@@ -174,6 +174,33 @@ def test_a_run_that_has_stepped_forgets_the_moments_of_fresh_layers(distributed,
             assert torch.equal(value, source), key
 
 
+@pytest.mark.parametrize(
+    'stored_format, finetune',
+    [('reshardable', False), ('buckets', True), ('none', False), ('no args say so', False)],
+)
+@pytest.mark.parametrize('of, into', [(gpt, lambda: hybrid('M*-*-')), (lambda: hybrid('*-*-'), gpt)])
+def test_a_program_without_optimizer_loads_weights(of, into, finetune, stored_format, args):
+    """To generate text, to export: whatever optimizer state there is, it is not asked for."""
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    source = Training.start(of(), distributed_optimizer())
+    source.train(1)
+    args.dist_ckpt_optim_fully_reshardable = stored_format == 'reshardable'
+    args.no_save_optim = stored_format == 'none'
+    from_hybrid = source.config.is_hybrid_model
+    args.hybrid_layer_pattern, args.num_layers = ('*-*-', 4) if from_hybrid else (None, 2)
+    optimizer = None if stored_format == 'no args say so' else source.optimizer
+    save_checkpoint(3, source.model, optimizer, None, 0)
+    target = into()
+    pattern = (None, 2) if from_hybrid else ('M*-*-', 5)
+    args.hybrid_layer_pattern, args.num_layers = pattern
+    args.finetune, args.use_distributed_optimizer, args.no_save_optim = finetune, False, False
+    assert load_checkpoint(target, None, None)[0] == (0 if finetune else 3)
+    found = target[0].state_dict()['embedding.word_embeddings.weight']
+    stored = read_tensors(f'{args.save}/iter_0000003')['embedding.word_embeddings.weight']
+    assert torch.equal(found, stored)
+
+
 TRACKER = 'latest_checkpointed_iteration.txt'
 
 

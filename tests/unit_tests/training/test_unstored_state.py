@@ -1,6 +1,7 @@
 """Checkpoints without state that runs ask for: every look at one names the way to load it."""
 
 import json
+import shlex
 
 import pytest
 
@@ -40,6 +41,8 @@ def work(tmp_path_factory):
     stock = {'MEGATRON_OVERLAY': '0', **FUSED}
     save = f'--save={work / "unstepped"}'
     warm.run(1, pretrain, 'gpt', *OVERFLOWS, *SHORT, save, env=stock)
+    left_out = ['--no-save-optim', '--no-save-rng', f'--save={work / "left out"}']
+    warm.run(1, pretrain, 'gpt', *DISTRIBUTED, *SHORT, *left_out)
     return work
 
 
@@ -86,6 +89,22 @@ def test_a_stock_checkpoint_from_before_the_first_step(work):
     }
 
 
+@pytest.mark.parametrize('nproc', [1, 2])
+def test_state_that_its_run_left_out(work, nproc):
+    load = {'load': str(work / 'left out')}
+    cases = {
+        'all': load,
+        'whatever is missing': load | {'dist_ckpt_strictness': 'log_all'},
+        'weights': load | {'no_load_optim': True},
+        'finetune': load | {'finetune': True},
+    }
+    found = attempt(work, 'gpt', cases, *DISTRIBUTED, '--seed=99', nproc=nproc)
+    error = f'CheckpointingException: {work / "left out" / "iter_0000001"}: {NO_OPTIM}'
+    for name in ('all', 'whatever is missing'):
+        assert found.pop(name) == {'error': error, 'untouched': True}
+    assert found == dict.fromkeys(('weights', 'finetune'), {'error': None, 'untouched': False})
+
+
 @pytest.mark.parametrize(
     'name, options, reason, resume',
     [
@@ -95,6 +114,12 @@ def test_a_stock_checkpoint_from_before_the_first_step(work):
             ' --no-load-optim --no-load-rng',
             MERGED,
             'no optimizer state; load with --no-load-optim --no-load-rng',
+        ),
+        (
+            'left out',
+            ' --no-load-optim',
+            NO_OPTIM,
+            'no optimizer state; load with --no-load-optim',
         ),
         (
             'unstepped',
@@ -107,7 +132,7 @@ def test_a_stock_checkpoint_from_before_the_first_step(work):
 )
 def test_every_look_names_the_same_options(work, name, options, reason, resume, capsys):
     summary = inspect_checkpoint(work / name)
-    assert summary.load == f'--load {work / name}{options}'
+    assert summary.load == f'--load {shlex.quote(str(work / name))}{options}'
     (found,) = [use for use in summary.uses if use.name == uses.RESUME]
     assert (found.works, None if found.works else found.reason) == (resume is None, resume)
     assert reason in describe(read_resume_report(work / name))
