@@ -178,7 +178,9 @@ def test_a_run_that_has_stepped_forgets_the_moments_of_fresh_layers(distributed,
     'stored_format, finetune',
     [('reshardable', False), ('buckets', True), ('none', False), ('no args say so', False)],
 )
-@pytest.mark.parametrize('of, into', [(gpt, lambda: hybrid('M*-*-')), (lambda: hybrid('*-*-'), gpt)])
+@pytest.mark.parametrize(
+    'of, into', [(gpt, lambda: hybrid('M*-*-')), (lambda: hybrid('*-*-'), gpt)]
+)
 def test_a_program_without_optimizer_loads_weights(of, into, finetune, stored_format, args):
     """To generate text, to export: whatever optimizer state there is, it is not asked for."""
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
