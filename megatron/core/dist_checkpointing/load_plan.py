@@ -5,6 +5,7 @@ pure data.
 """
 
 import inspect
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ PLAIN = 'plain'
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
 IN_BUCKETS = 'dp_reshardable'  # core's default
 FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
+_MAIN_PARAM_RE = re.compile(r'(?:chained_\d+\.)*optimizer\.state\.((?:fp32_)?param)\.(.+)')
 # What `megatron-convert-optimizer` makes one of the former of.
 CONVERTED_FORMATS = {
     IN_BUCKETS: 'which belongs to the layout that saved it',
@@ -78,6 +80,9 @@ class StoredCheckpoint:
     def args(self) -> Any:
         """Saved arguments; without any where the checkpoint has none."""
         args = self.common.get('args')
+        if isinstance(args, Mapping):  # as some frameworks store them
+            args = {name: value for name, value in args.items() if isinstance(name, str)}
+            return SimpleNamespace(**args)
         return SimpleNamespace() if args is None else args
 
 
@@ -205,18 +210,32 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if stored.format != TORCH_DIST:
         return stored.format
     found = content.get('distrib_optim_sharding_type')
-    if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
-        # Upstream's rule for them.
-        full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-        found = FLATTENED if full else 'dp_zero_gather_scatter'
-    in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
-        if layout is None:
-            return PLAIN
-        model_space = any('optimizer.state.param.' in key for key in layout.keys)
-        in_model_space = FLATTENED if model_space else PLAIN
-        return 'dp_reshardable' if in_buckets else in_model_space
-    return PLAIN if found == 'dp_reshardable' and not in_buckets else found
+        found = '' if layout is None else _format_by_keys(layout)
+        distributed = getattr(stored.args, 'use_distributed_optimizer', False) is True
+        if not found and not content and distributed:
+            # Upstream's rule for them.
+            full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
+            found = FLATTENED if full else 'dp_zero_gather_scatter'
+        return found or PLAIN
+    in_buckets = layout is None or layout.optimizer_in_buckets
+    return PLAIN if found == IN_BUCKETS and not in_buckets else found
+
+
+def _format_by_keys(layout: CheckpointLayout) -> str:
+    """The format where keys show it; empty where they don't.
+
+    Main parameters by weight are ``param`` since `fully_reshardable`. Without content metadata
+    upstream takes that for its forerunner, whose ``fp32_param`` an optimizer that isn't
+    distributed has as well, but in the weight's own shape.
+    """
+    if layout.optimizer_in_buckets:
+        return IN_BUCKETS
+    for key, size in layout.sizes.items():
+        match = _MAIN_PARAM_RE.fullmatch(key)
+        if match and (match[1] == 'param' or len(size) > len(layout.sizes.get(match[2], size))):
+            return FLATTENED
+    return ''
 
 
 def _family(stored: StoredCheckpoint, run: str) -> str:
