@@ -86,8 +86,8 @@ def _derive(
         found = _proven(checkpoint, model, of_experts, found)
     if len(found) != 1:
         raise CheckpointError(
-            f'{checkpoint.directory}: several orders of modules fill the buckets, and the weights '
-            f'are those of {"; ".join(name for name, _ in found) or "none"}: expected one; '
+            f'{checkpoint.directory}: the buckets can be filled in several ways, and the weights '
+            f'fit {"; ".join(name for name, _ in found) or "none"}: expected one; '
             'load it in the layout that saved it'
         )
     return found[0][1]

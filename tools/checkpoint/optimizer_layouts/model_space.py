@@ -24,7 +24,8 @@ from .checkpoint import Checkpoint
 from .plan import PARAM, OptimizerPlan, Piece, Position, output_chunks, state_key, stored_chunk
 
 _KEY = re.compile(r'((?:chained_\d+\.)?optimizer)\.state\.([^.]+)\.(.+)')
-_STATES = {'fp32_param': PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
+# `fully_reshardable` has `param`: without content metadata it passes for its forerunner.
+_STATES = {'fp32_param': PARAM, PARAM: PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
 _STEP = 'step'
 
 
@@ -77,7 +78,7 @@ def _stored_states(checkpoint: Checkpoint) -> dict[str, tuple[str, dict[str, str
         keys[_STATES[state]] = key
     for weight, (optimizer, keys) in found.items():
         for name, state in _STATES.items():
-            if state not in keys:
+            if state not in keys and name != PARAM:
                 raise CheckpointError(
                     f'{directory}: no {optimizer}.state.{name}.{weight}, but '
                     f'{next(iter(keys.values()))}; the checkpoint is damaged, take another'
@@ -91,6 +92,11 @@ def _pieces(checkpoint: Checkpoint, key: str, weight: str) -> dict[Box, list[Pie
     where = f'{checkpoint.directory}: {key}'
     if stored.dtype != torch.float32:
         raise CheckpointError(f'{where}: {stored.dtype}, expected torch.float32')
+    if stored.shape == entry.shape and stored.chunks.keys() == entry.chunks.keys():
+        return {
+            box: [Piece(stored_chunk(checkpoint, stored, box), key, 0, box.numel, 0)]
+            for box in stored.chunks
+        }
     if len(stored.shape) == 1 and stored.shape == entry.shape:
         return _unflattened(checkpoint, key, weight)
     grid, numel = stored.shape[:-1], stored.shape[-1] if stored.shape else 0
