@@ -1,6 +1,8 @@
 """Writing a checkpoint from several ranks, published as one or not at all."""
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -9,10 +11,44 @@ from typing import Protocol
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.paths import METADATA_NAME
 from ..common.publish import Interrupted, Publication
+from ..common.stored import check_file
 from .ranks import RankLost, Ranks
 from .report import Timings
+from .source import Slice
 from .writer import MergePlanner, MergeWriter, save_merged
+
+
+def fingerprints(directories: Iterable[Path], ranks: Ranks) -> dict[Path, str]:
+    """What ``check_visible`` compares; nothing where there is one rank."""
+    return {path: _fingerprint(path) for path in directories} if ranks.size > 1 else {}
+
+
+def _fingerprint(directory: Path) -> str:
+    """Of the metadata, which names the save, so that no two checkpoints have the same."""
+    with open(directory / METADATA_NAME, 'rb') as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def check_visible(seen: Mapping[Path, str], pieces: Iterable[tuple[Path, Slice]]) -> None:
+    """This rank sees the inputs that rank 0 sees, and every file that it is to read, in full.
+
+    Args:
+        seen: rank 0's ``fingerprints``
+        pieces: file and bytes of what this rank is to read
+    """
+    for directory, expected in seen.items():
+        if _fingerprint(directory) != expected:
+            raise CheckpointError(
+                f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
+                'inputs must be on storage that all ranks share'
+            )
+    needed: Counter[Path] = Counter()
+    for path, piece in pieces:
+        needed[path] = max(needed[path], piece.offset + piece.length)
+    for path, size in needed.items():
+        check_file(path, size)
 
 
 class _Result(Protocol):

@@ -13,8 +13,7 @@ import torch
 from ..common import publish
 from ..common.paths import CONFIG_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.stored import check_file
-from ..merge.collective import publish_together, save_on_ranks
+from ..merge.collective import check_visible, fingerprints, publish_together, save_on_ranks
 from ..merge.common_state import save_common_state
 from ..merge.plan import RankShare
 from ..merge.prepare import MAX_THREADS
@@ -36,6 +35,7 @@ class _Orders:
 
     share: RankShare
     target: Path
+    fingerprints: dict[Path, str]
 
 
 def run_conversion(request: Request) -> ConversionResult:
@@ -54,12 +54,8 @@ def run_conversion(request: Request) -> ConversionResult:
         result = ranks.scatter([prepared.result] * ranks.size if prepared else None)
         if result.already:
             return result
-        orders = ranks.scatter(
-            [_Orders(share, prepared.target) for share in prepared.plan.shares]
-            if prepared and prepared.plan
-            else None
-        )
-        ranks.agree(lambda: _check_visible(orders.share))
+        orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
+        ranks.agree(lambda: check_visible(orders.fingerprints, _slices(orders.share)))
         if request.dry_run:
             return result
         return publish_together(
@@ -71,13 +67,10 @@ def run_conversion(request: Request) -> ConversionResult:
         )
 
 
-def _check_visible(share: RankShare) -> None:
-    """This rank sees every file that it is to read, in full."""
-    needed: Counter[Path] = Counter()
-    for path, piece in _slices(share):
-        needed[path] = max(needed[path], piece.offset + piece.length)
-    for path, size in needed.items():
-        check_file(path, size)
+def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
+    assert prepared.plan is not None
+    seen = fingerprints([prepared.checkpoint.directory], ranks)
+    return [_Orders(share, prepared.target, seen) for share in prepared.plan.shares]
 
 
 def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
