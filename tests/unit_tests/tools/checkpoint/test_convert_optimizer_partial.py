@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from tests.cpu_megatron import warm
 from tests.cpu_megatron.session import (
     Training,
     distributed_optimizer,
@@ -19,6 +20,7 @@ from tests.cpu_megatron.session import (
     model_parallel,
 )
 from tests.unit_tests.tools.checkpoint.handmade import ensure_group
+from tests.unit_tests.tools.checkpoint.optimizer_layout_runs import CASES
 from tests.unit_tests.tools.checkpoint.optimizer_twins import Twins, differences, read_all
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer
@@ -90,6 +92,21 @@ def test_frozen_parameters(tmp_path, name):
     weights = {key for key in stored if not key.startswith('optimizer.')}
     with_state = {key.split('.', 3)[3] for key in stored if key.startswith('optimizer.state.param')}
     assert result.without_state == sorted(weights - with_state) != []
+
+
+@pytest.fixture(scope='module')
+def of_four_ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp('layouts')
+    warm.run(4, 'tests.unit_tests.tools.checkpoint.optimizer_layout_runs', str(directory))
+    return directory
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_layouts_of_four_ranks(of_four_ranks, tmp_path, name):
+    kinds = ('dp_reshardable', 'fully_reshardable')
+    twins = Twins(*(of_four_ranks / name / kind / 'iter_0000000' for kind in kinds))
+    result = converted(twins, tmp_path)
+    assert bool(result.without_state) == bool(CASES[name][2])
 
 
 def refused(twins, directory, *words):
