@@ -174,6 +174,12 @@ def test_wrong_swiglu(source, tmp_path):
     refused(source, tmp_path, 'linear_fc1.weight', 'swiglu False')
 
 
+def test_quantised_weights(source, tmp_path):
+    """They would be refused as damaged, at the first of them."""
+    set_argument(source, 'fp8_param_gather', True)
+    refused(source, tmp_path, 'fp8_param_gather', '--dist-ckpt-optim-fully-reshardable')
+
+
 def set_argument(root: Path, name: str, value: object) -> None:
     """Change saved arguments: the common state moves to a file of its own."""
     directory = resolve_checkpoint(root)
