@@ -11,6 +11,7 @@ compared with the layers of a checkpoint:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .checkpoint_keys import DECODER
 from .checkpoint_layout import DENSE, MOE, CheckpointLayout
 from .pattern_symbols import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
@@ -24,6 +25,7 @@ _INDEXER = 'self_attention.core_attention.indexer.'
 
 # How keys of a GPT layer's attention go on, and of the input norm where that stands alone.
 ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
+_STACKED_ATTENTION = tuple(f'{DECODER}.{part}' for part in ATTENTION_PARTS)
 REPLACE_ATTENTION = '--replace-gpt-attention'
 
 
@@ -102,15 +104,14 @@ class GPTCompatLayerMaps:
 
     def may_be_partly_read(self, key: str) -> bool:
         """Whether of the GPT checkpoint's weight ``key`` some layers are read and others not."""
-        parts = tuple(f'decoder.layers.{part}' for part in ATTENTION_PARTS)
-        return bool(self.replaced) and key.startswith(parts)
+        return bool(self.replaced) and key.startswith(_STACKED_ATTENTION)
 
     def may_be_unread(self, key: str) -> bool:
         """Whether nothing needs to read the GPT checkpoint's weight ``key``."""
         if self.indexed:
-            layers = [f'decoder.layers.{gpt}.' for gpt in self.replaced]
+            layers = [f'{DECODER}.{gpt}.' for gpt in self.replaced]
         else:
-            layers = ['decoder.layers.'] * (len(self.replaced) == self.num_gpt_layers)
+            layers = [f'{DECODER}.'] * (len(self.replaced) == self.num_gpt_layers)
         return key.startswith(tuple(layer + part for layer in layers for part in ATTENTION_PARTS))
 
 

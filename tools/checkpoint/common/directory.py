@@ -5,12 +5,17 @@ finds none, and the run starts from random weights.
 """
 
 import os
-import re
 import shlex
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    kind_of,
+    parse_key,
+)
 
 from .errors import CheckpointError, one_line
 from .exchange import UNPUBLISHED
@@ -106,10 +111,11 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         )
     metadata = load_dcp_metadata(directory)
     keys = metadata.state_dict_metadata
-    if any(re.match(r'model\d*\.module\.', key) for key in keys):
+    wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
+    if any('.module.' in prefix for prefix in wrappers):
         return FSDP, metadata
-    embedded = any(key.startswith('common_state/') for key in keys)
-    if embedded or COMMON_FILE in names or not any(re.match(r'model\d*\.', key) for key in keys):
+    embedded = any(kind_of(key) == COMMON for key in keys)
+    if embedded or COMMON_FILE in names or not any(wrappers):
         raise CheckpointError(
             f'{directory}: no {CONFIG_NAME}: an unfinished checkpoint, its save was cut short'
         )

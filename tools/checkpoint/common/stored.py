@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import COMMON, kind_of
 from torch.distributed.checkpoint import Metadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
@@ -63,7 +64,7 @@ def check_file(file: Path, size: int) -> None:
 def common_state_place(metadata: Metadata) -> Place | None:
     """Where the common state is stored among the tensors (megatron-core 0.19); None if it isn't."""
     for index, info in metadata.storage_data.items():
-        if index.fqn.startswith('common_state/'):
+        if kind_of(index.fqn) == COMMON:
             return info.relative_path, info.offset, info.length
     return None
 

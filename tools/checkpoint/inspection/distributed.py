@@ -5,6 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    MODEL,
+    is_training_state,
+    kind_of,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
@@ -22,7 +27,7 @@ from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
 from ..common.stored import COMMON_KEY, check_file, stored_file
 from ..merge.integrity import MANIFEST, read_manifest
-from ..merge.source import MODEL_KEY, TRAINING_KEY, read_config
+from ..merge.source import read_config
 from . import uses
 from .model import describe_model
 from .resume import read_common_state, resume_report
@@ -59,8 +64,8 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    training = {key: entry for key, entry in tensors.items() if TRAINING_KEY.match(key)}
-    weights = {key: entry for key, entry in tensors.items() if MODEL_KEY.match(key)}
+    training = {key: entry for key, entry in tensors.items() if is_training_state(key)}
+    weights = {key: entry for key, entry in tensors.items() if kind_of(key) == MODEL}
     counted = sum(map(_bytes, [*training.values(), *weights.values()]))
     all_tensors = sum(map(_bytes, tensors.values()))
     objects = sum(

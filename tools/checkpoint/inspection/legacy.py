@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_keys,
@@ -17,7 +18,7 @@ from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
 from ..pp_vpp.checks import checked_shards
 from ..pp_vpp.keys import chunk_numbers, layer_of, renumber
-from ..pp_vpp.layout import chunk_key, one_to_one
+from ..pp_vpp.layout import one_to_one
 from ..pp_vpp.rank_file import RankFile, take_apart
 from ..pp_vpp.sources import FILE_NAME, Side, look_at, refuse_other_files, shard_paths, shards_of
 from ..pp_vpp.torch_file import MappedFile, read, tensors

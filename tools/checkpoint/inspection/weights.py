@@ -6,13 +6,16 @@ overwrites the weight with it.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    MAIN_PARAMS,
+    is_training_state,
+    parse_key,
+)
 from megatron_overlay.standalone.dist_checkpointing.load_plan import FLATTENED, conversion_command
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
 from torch.distributed.checkpoint.metadata import (
@@ -28,7 +31,6 @@ from megatron_overlay.errors import CheckpointingException
 from ..common.stdout import printable
 from .resume import find_distributed
 
-_MAIN_PARAM = re.compile(r'(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)')
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -127,10 +129,10 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
 def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> Iterator[tuple]:
     """Keys of main parameters and their weights; notes in the result what makes no pair."""
     main_params = {
-        match[1]: key for key in tensors if (match := _MAIN_PARAM.fullmatch(key)) is not None
+        own.weight: key for key in tensors if (own := parse_key(key)).state in MAIN_PARAMS
     }
     result.without_main_param = [
-        key for key in tensors if key not in main_params and not _is_training_state(key)
+        key for key in tensors if key not in main_params and not is_training_state(key)
     ]
     for weight, key in main_params.items():
         stored = tensors.get(weight)
@@ -146,16 +148,11 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
 
 
 def _is_flattened(key: str, tensors: dict[str, TensorStorageMetadata]) -> bool:
-    match = _MAIN_PARAM.fullmatch(key)
-    weight = tensors.get(match[1]) if match else None
+    weight = tensors.get(parse_key(key).weight)
     if weight is None:
         return False
     stored = tensors[key].size
     return len(stored) == len(weight.size) + 1 and math.prod(stored) == math.prod(weight.size)
-
-
-def _is_training_state(key: str) -> bool:
-    return key.startswith(('rng_state', 'rerun_state')) or bool(OPTIMIZER_KEY_RE.match(key))
 
 
 def _may_be_remainders(main: torch.Tensor) -> bool:

@@ -1,12 +1,18 @@
 """What a ``torch_dist`` checkpoint holds and where, from its DCP metadata alone."""
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    MODEL,
+    TRAINING,
+    is_extra_state,
+    kind_of,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -22,13 +28,8 @@ from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
 
-MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
 FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
-_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
-TRAINING_KEY = re.compile(
-    r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +147,16 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
     places = Places(source.directory, metadata)
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
-        if TRAINING_KEY.match(key):
+        kind = kind_of(key)
+        if kind in TRAINING:
             source.left_out.append(key)
-        elif key.split('/')[0] == 'common_state':
+        elif kind == COMMON:
             _take_common(source, key, entry, places)
-        elif not MODEL_KEY.match(key):
+        elif kind != MODEL:
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
             taken = tensor_entry(key, entry, places)
-            if _EXTRA_STATE.fullmatch(key):
+            if is_extra_state(key):
                 source.extra_states[key] = taken
             else:
                 _check_averaged(source.directory, key, taken.dtype)
@@ -211,8 +213,7 @@ def _take_common(source: Source, key: str, entry: object, places: 'Places') -> N
 
 
 def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> None:
-    name = key.split('/shard_')[0]
-    if not isinstance(entry, BytesStorageMetadata) or not _EXTRA_STATE.fullmatch(name):
+    if not isinstance(entry, BytesStorageMetadata) or not is_extra_state(key):
         raise CheckpointError(
             f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
             '_extra_state'

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import without_shard
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
@@ -102,7 +103,7 @@ def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> Non
 
 def _extra_state_differences(other: Source, first: Source) -> Iterator[Difference]:
     kinds = [
-        {key.split('/shard_')[0]: isinstance(entry, TensorEntry) for key, entry in entries.items()}
+        {without_shard(key): isinstance(entry, TensorEntry) for key, entry in entries.items()}
         for entries in (other.extra_states, first.extra_states)
     ]
     mixed = {name for name, kind in kinds[0].items() if kinds[1].get(name, kind) != kind}
@@ -114,7 +115,7 @@ def _extra_state_differences(other: Source, first: Source) -> Iterator[Differenc
     yield from _key_differences(
         '_extra_state entries',
         *(
-            [key for key in source.extra_states if key.split('/shard_')[0] not in mixed]
+            [key for key in source.extra_states if without_shard(key) not in mixed]
             for source in (other, first)
         ),
     )

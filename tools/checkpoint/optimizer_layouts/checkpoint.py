@@ -1,10 +1,16 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    OPTIMIZER,
+    TRAINING,
+    is_extra_state,
+    kind_of,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
@@ -22,11 +28,9 @@ from ..common.errors import CheckpointError, one_line
 from ..common.paths import METADATA_NAME
 from ..common.stored import check_file, common_state_place, read_common_state
 from ..merge.common_state import CommonState
-from ..merge.source import TRAINING_KEY, Places, Slice, TensorEntry, read_config, tensor_entry
+from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
 
-OPTIMIZER_KEY = re.compile(r'(chained_\d+\.)*optimizer\.')
 _FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
-_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 
 
 @dataclass
@@ -96,16 +100,17 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
     directory, places = checkpoint.directory, Places(checkpoint.directory, metadata)
     for key, entry in metadata.state_dict_metadata.items():
-        if key.split('/')[0] == 'common_state':
+        kind = kind_of(key)
+        if kind == COMMON:
             continue
-        of_optimizer = OPTIMIZER_KEY.match(key)
+        of_optimizer = kind == OPTIMIZER
         if isinstance(entry, TensorStorageMetadata):
             tensor = tensor_entry(key, entry, places)
             if of_optimizer:
                 checkpoint.optimizer[key] = tensor
                 continue
             checkpoint.copied[key] = tensor
-            if not TRAINING_KEY.match(key) and not _EXTRA_STATE.fullmatch(key):
+            if kind not in TRAINING and not is_extra_state(key):
                 checkpoint.weights[key] = tensor
         elif isinstance(entry, BytesStorageMetadata):
             piece = places.slice(MetadataIndex(key))

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    PARAM,
+    parse_key,
+    state_key,
+)
 
 from ..merge.geometry import Box
 from ..merge.plan import BytesJob, ChunkJob, MergePlan, OutputTensor, RankShare, StoredChunk
 from ..merge.source import Slice, TensorEntry
 from .checkpoint import Checkpoint
-
-STATE_PREFIX = 'optimizer.state'
-PARAM = 'param'
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class OutputChunk(ChunkJob):
     @property
     def weight_key(self) -> str:
         """FQN of the weight that the state is of."""
-        return self.key.split('.', 3)[3]
+        return parse_key(self.key).weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +121,6 @@ class ConversionPlan(MergePlan):
     """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``."""
 
     optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
-
-
-def state_key(state: str, weight: str) -> str:
-    """``optimizer.state.exp_avg.output_layer.weight``."""
-    return f'{STATE_PREFIX}.{state}.{weight}'
 
 
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:

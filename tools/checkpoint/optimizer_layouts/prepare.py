@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
+
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
@@ -22,7 +24,7 @@ from ..merge.common_state import refuse_unstorable
 from ..merge.prepare import output_target, output_trackers, refuse_later_tracker
 from .checkpoint import Checkpoint, read_checkpoint
 from .formats import TARGET, plan_optimizer
-from .plan import PARAM, STATE_PREFIX, ConversionPlan, make_plan
+from .plan import ConversionPlan, make_plan
 from .report import ConversionResult
 
 
@@ -121,7 +123,7 @@ def _iteration(checkpoint: Checkpoint) -> int:
 
 def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     optimizer = plan.optimizer
-    main = [job for job in optimizer.chunks if job.key.startswith(f'{STATE_PREFIX}.{PARAM}.')]
+    main = [job for job in optimizer.chunks if parse_key(job.key).state == PARAM]
     result.tensors = len(optimizer.tensors)
     result.elements = sum(job.box.numel for job in main)
     result.copies = sum(job.box.numel * len(job.copies) for job in main)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_extra_state
 
 from ..common.errors import CheckpointError, shown
 from ..common.numbers import whole
@@ -261,7 +262,7 @@ def _layer_shapes(file: RankFile) -> Iterator[tuple[str, torch.Size]]:
     for chunk in file.chunks.values():
         for key, value in chunk.items():
             # a buffer of bytes may be of any size
-            if layer_of(key) is None or key.endswith('_extra_state'):
+            if layer_of(key) is None or is_extra_state(key):
                 continue
             if isinstance(value, torch.Tensor):
                 shapes.setdefault(renumber(key, 0), set()).add(value.shape)

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
+
 from ..common.errors import CheckpointError
 
 
@@ -24,11 +26,6 @@ class ChunkId:
     def key(self) -> str:
         """The chunk's key in its file: ``model``, or ``model<chunk>``."""
         return chunk_key(self.chunk)
-
-
-def chunk_key(number: int | None) -> str:
-    """Key of a chunk in its file: ``model`` for None, else ``model<number>``."""
-    return 'model' if number is None else f'model{number}'
 
 
 @dataclass(frozen=True)
