@@ -5,7 +5,7 @@ of optimizers, are read as stand-ins, wherever they are defined.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -59,6 +59,22 @@ def check_file(file: Path, size: int) -> None:
         raise CheckpointError(
             f'{file}: {found} bytes, the metadata says at least {size}; truncated'
         )
+
+
+def check_files(needed: Iterable[tuple[Path, int]]) -> None:
+    """Refuse files that are missing or end before what lies in them.
+
+    Args:
+        needed: of each part the file, and where in it the part ends
+
+    Raises:
+        CheckpointError: with both sizes
+    """
+    ends: dict[Path, int] = {}
+    for file, end in needed:
+        ends[file] = max(ends.get(file, 0), end)
+    for file, end in ends.items():
+        check_file(file, end)
 
 
 def common_state_place(metadata: Metadata) -> Place | None:

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
-from ..common.stored import COMMON_KEY, check_file, stored_file
+from ..common.stored import COMMON_KEY, check_files, stored_file
+from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
 from . import uses
@@ -45,7 +46,12 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     assert metadata is not None  # no legacy one
     if format_ == DISTRIBUTED:
         read_config(directory)
-    _check_files(directory, metadata)
+    names = {info.relative_path for info in metadata.storage_data.values()}
+    paths = {name: stored_file(directory, name) for name in names}
+    check_files(
+        (paths[info.relative_path], info.offset + info.length)
+        for info in metadata.storage_data.values()
+    )
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
     model = describe_model(layout)
@@ -102,15 +108,6 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     )
 
 
-def _check_files(directory: Path, metadata: Metadata) -> None:
-    """Every file that the metadata names is there, and long enough."""
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        check_file(stored_file(directory, name), end)
-
-
 def _manifest(directory: Path) -> dict[str, str] | None:
     manifest = read_manifest(directory)
     for name in manifest or {}:
@@ -128,7 +125,7 @@ def _common_form(directory: Path, metadata: Metadata) -> str:
 def _amounts(entries: Iterable[TensorStorageMetadata]) -> dict[str, Amount]:
     found: dict[str, Amount] = {}
     for entry in entries:
-        name = str(entry.properties.dtype).removeprefix('torch.')
+        name = dtype_name(entry.properties.dtype)
         before = found.get(name, Amount(0, 0))
         found[name] = Amount(before.tensors + 1, before.bytes + _bytes(entry))
     return found

@@ -6,10 +6,14 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.errors import CheckpointError
 from ..common.paths import TRACKER_NAME, real_path, refuse_unwritable
 from ..common.progress import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_REPORT_BYTES = 2**26
 
@@ -136,15 +140,14 @@ def _written(result: MergeResult) -> str:
     return f'{format_bytes(result.bytes_written)} of files ({content})'
 
 
-def write_json(result: MergeResult, file: Path) -> None:
-    """Write every figure as JSON.
+def write_json(result: 'DataclassInstance', file: Path) -> None:
+    """Write every figure of a result as JSON.
 
     Raises:
         CheckpointError: the file can't be written
     """
-    content = asdict(result) | {'output_dir': str(result.output_dir)}
     try:
-        file.write_text(json.dumps(content, indent=2) + '\n')
+        file.write_text(json.dumps(asdict(result), indent=2, default=str) + '\n')
     except OSError as error:
         raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
 

@@ -14,7 +14,7 @@ from ..common import publish
 from ..common.errors import CheckpointError
 from ..common.paths import CONFIG_NAME, METADATA_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.stored import check_file
+from ..common.stored import check_files
 from .accumulate import ChunkMerger
 from .collective import publish_together, save_on_ranks
 from .common_state import output_common_state, save_common_state
@@ -91,12 +91,9 @@ def _check_visible(orders: _Orders) -> None:
                 f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
                 'inputs must be on storage that all ranks share'
             )
-    needed: Counter[Path] = Counter()
     pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
-    for path, piece in [*pieces, *((job.path, job.piece) for job in share.byte_entries)]:
-        needed[path] = max(needed[path], piece.offset + piece.length)
-    for path, size in needed.items():
-        check_file(path, size)
+    pieces += [(job.path, job.piece) for job in share.byte_entries]
+    check_files((path, piece.end) for path, piece in pieces)
 
 
 def _write(

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
-from ..common.errors import CheckpointError, one_line, shown
+from ..common.errors import CheckpointError, one_line, reading, shown
 from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
-from ..common.stored import COMMON_KEY, Place, check_file, stored_file
+from ..common.stored import COMMON_KEY, Place, check_files, stored_file
+from ..common.tensors import dtype_name
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
@@ -39,6 +40,11 @@ class Slice:
     file: str
     offset: int
     length: int
+
+    @property
+    def end(self) -> int:
+        """Where the entry ends in its file."""
+        return self.offset + self.length
 
     @property
     def place(self) -> Place:
@@ -105,11 +111,6 @@ class Source:
         path = self.directory / COMMON_FILE
         return path if path.exists() else None
 
-    @property
-    def has_common_state(self) -> bool:
-        """Whether it has common state in either form."""
-        return self.embedded_common is not None or self.common_file is not None
-
     def slices(self) -> Iterable[Slice]:
         """Every slice that a merge may read."""
         for entry in (*self.tensors.values(), *self.extra_states.values()):
@@ -131,15 +132,9 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     """
     source = Source(directory, read_config(directory))
     metadata = load_dcp_metadata(directory, trust=trust)
-    try:
+    with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         _take_entries(source, metadata, model_only)
-    except CheckpointError:
-        raise
-    except Exception as error:  # fields of any type, where the file was damaged
-        raise CheckpointError(
-            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
-        ) from error
-    _check_files(source)
+    check_files((source.file(piece.file), piece.end) for piece in source.slices())
     return source
 
 
@@ -224,8 +219,8 @@ def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> No
 def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
     if dtype not in _AVERAGED_DTYPES:
         raise CheckpointError(
-            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
-            + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
+            f"{directory}: {key}: dtype {dtype_name(dtype)} can't be averaged, expected one of "
+            + ', '.join(sorted(map(dtype_name, _AVERAGED_DTYPES)))
         )
 
 
@@ -246,7 +241,7 @@ def tensor_entry(key: str, entry: TensorStorageMetadata, places: 'Places') -> Te
         if piece.length < box.numel * dtype.itemsize:
             raise CheckpointError(
                 f'{directory}: {key} at {box.offsets}: {piece.length} bytes are stored, fewer than '
-                f'{box.numel} elements of {_name(dtype)} take; the metadata is damaged'
+                f'{box.numel} elements of {dtype_name(dtype)} take; the metadata is damaged'
             )
         chunks[box] = piece
     fault = tiling_fault(shape, list(chunks))
@@ -301,15 +296,6 @@ def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> Non
         )
 
 
-def _check_files(source: Source) -> None:
-    """Every file is there and long enough for what the metadata says it holds."""
-    needed: dict[str, int] = {}
-    for piece in source.slices():
-        needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
-    for name, size in needed.items():
-        check_file(source.directory / name, size)
-
-
 def _some(keys: list[str]) -> str:
     more = f' and {len(keys) - 3} more' if len(keys) > 3 else ''
     return ', '.join(sorted(keys)[:3]) + more
@@ -321,7 +307,3 @@ def _kind(entry: object) -> str:
         if isinstance(entry, TensorStorageMetadata)
         else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix('torch.')

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError
-from ..common.stored import check_file
+from ..common.stored import check_files
 from .geometry import Box
 from .plan import MergePlan
 from .source import Source, TensorEntry
@@ -146,7 +146,6 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
         for box in tensor.boxes
     }
     exact = {job.index: job.piece.length for job in plan.byte_entries}
-    sizes: dict[str, int] = {}
     for index in (*smallest, *exact):
         info = storage.get(index)
         if (
@@ -156,13 +155,11 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
             or (isinstance(entries[index.fqn], BytesStorageMetadata) != (index.offset is None))
         ):
             raise CheckpointError(f'{directory}: {entry_name(index)}: was not written')
-        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     if len(storage) != len(smallest) + len(exact):
         raise CheckpointError(
             f'{directory}: {len(storage)} stored entries, planned {len(smallest) + len(exact)}'
         )
-    for name, size in sizes.items():
-        check_file(directory / name, size)
+    check_files((directory / at.relative_path, at.offset + at.length) for at in storage.values())
 
 
 def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:

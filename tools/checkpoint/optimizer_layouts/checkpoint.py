@@ -1,5 +1,6 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import load_dcp_metadata
-from ..common.errors import CheckpointError, one_line
+from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
-from ..common.stored import check_file, common_state_place, read_common_state
+from ..common.stored import check_files, common_state_place, read_common_state
 from ..merge.common_state import CommonState
 from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
 
@@ -82,18 +83,17 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
     if state is None:
         raise CheckpointError(f'{directory}: no common state, expected one of a training run')
     checkpoint = Checkpoint(directory, config, CommonState(state, directory))
-    try:
+    with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         checkpoint.format = stored_optimizer_format(
             StoredCheckpoint(layout_from_metadata(metadata), state)
         )
         _take_entries(checkpoint, metadata)
-    except CheckpointError:
-        raise
-    except Exception as error:  # fields of any type, where the file was damaged
-        raise CheckpointError(
-            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
-        ) from error
-    _check_files(checkpoint)
+    entries = (checkpoint.copied, checkpoint.optimizer, checkpoint.optimizer_objects)
+    check_files(
+        (directory / piece.file, piece.end)
+        for entry in itertools.chain.from_iterable(part.values() for part in entries)
+        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
+    )
     return checkpoint
 
 
@@ -118,16 +118,3 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
         else:
             raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
     checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})
-
-
-def _check_files(checkpoint: Checkpoint) -> None:
-    needed: dict[str, int] = {}
-    for entry in (
-        *checkpoint.copied.values(),
-        *checkpoint.optimizer.values(),
-        *checkpoint.optimizer_objects.values(),
-    ):
-        for piece in entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,):
-            needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
-    for name, size in needed.items():
-        check_file(checkpoint.directory / name, size)

@@ -93,11 +93,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
-    from ..common.errors import CheckpointError
-    from ..common.publish import Interrupted
-    from ..merge.ranks import RankLost
+    from ..merge.cli import carry_out
+    from ..merge.report import write_json
     from .prepare import Request
-    from .report import already_text, report_text, write_json
+    from .report import already_text, report_text
     from .run import run_conversion
 
     rank = int(os.environ.get('RANK', '0'))
@@ -112,7 +111,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         trust_checkpoints=args.trust_checkpoints,
         on_plan=lambda result: told.append(_show_plan(result)),
     )
-    try:
+
+    def work() -> None:
         result = run_conversion(request)
         if first and result.already:
             tell(already_text(result))
@@ -120,16 +120,8 @@ def run(argv: Sequence[str] | None = None) -> int:
             tell(report_text(result))  # published, whoever reads this
         if first and args.report_json:
             write_json(result, args.report_json)
-    except CheckpointError as error:
-        if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
-            complain(error)
-        return 1
-    except Interrupted as stopped:
-        complain(stopped)
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0 if all(told) or not args.dry_run else 1
+
+    return carry_out(work, rank) or int(args.dry_run and not all(told))
 
 
 def _show_plan(result: 'ConversionResult') -> bool:

@@ -13,7 +13,7 @@ import torch
 from ..common import publish
 from ..common.paths import CONFIG_NAME
 from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.stored import check_file
+from ..common.stored import check_files
 from ..merge.collective import publish_together, save_on_ranks
 from ..merge.common_state import save_common_state
 from ..merge.plan import RankShare
@@ -73,11 +73,7 @@ def run_conversion(request: Request) -> ConversionResult:
 
 def _check_visible(share: RankShare) -> None:
     """This rank sees every file that it is to read, in full."""
-    needed: Counter[Path] = Counter()
-    for path, piece in _slices(share):
-        needed[path] = max(needed[path], piece.offset + piece.length)
-    for path, size in needed.items():
-        check_file(path, size)
+    check_files((path, piece.end) for path, piece in _slices(share))
 
 
 def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
