@@ -29,8 +29,6 @@ from .report import MergeResult, refuse_report
 from .source import FLOAT8_DTYPES, Source, read_source
 from .validate import validate_given_extra_states, validate_sources
 
-MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
-
 
 @dataclass
 class Request:
