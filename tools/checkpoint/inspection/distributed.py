@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
-from ..common.stored import COMMON_KEY, check_files, stored_file
+from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
 from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
@@ -46,12 +46,9 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     assert metadata is not None  # no legacy one
     if format_ == DISTRIBUTED:
         read_config(directory)
-    names = {info.relative_path for info in metadata.storage_data.values()}
-    paths = {name: stored_file(directory, name) for name in names}
-    check_files(
-        (paths[info.relative_path], info.offset + info.length)
-        for info in metadata.storage_data.values()
-    )
+    slices = list(map(Slice.of, metadata.storage_data.values()))
+    paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
+    check_files((paths[piece.file], piece.end) for piece in slices)
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
     model = describe_model(layout)

@@ -5,13 +5,13 @@ from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop im
     hybrid_checkpoint_pattern,
 )
 
-from .summary import Model
+from .summary import ModelSummary
 
 
-def describe_model(layout: CheckpointLayout) -> Model:
+def describe_model(layout: CheckpointLayout) -> ModelSummary:
     """What the keys tell."""
     kinds = list(layout.mlp_kinds.values())
-    return Model(
+    return ModelSummary(
         family=layout.family,
         evidence=layout.evidence,
         layers=layout.num_layers,

@@ -147,7 +147,7 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
     Raises:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
-    place = stored.common_state_place(metadata)
+    place = stored.common_state_slice(metadata)
     state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
     if state is None:
         # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
@@ -166,12 +166,12 @@ def _stored_objects(
     return [
         stored.read_object(
             directory,
-            (place.relative_path, place.offset, place.length),
+            stored.Slice.of(info),
             index.fqn,
             stand_in_for=stand_in_for,
             trust_hint=_NOTHING_RUNS,
         )
-        for index, place in metadata.storage_data.items()
+        for index, info in metadata.storage_data.items()
         if is_meant(index.fqn)
     ]
 

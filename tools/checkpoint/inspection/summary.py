@@ -33,7 +33,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSummary:
     """The model behind a checkpoint, as its keys tell.
 
     Attributes:
@@ -100,7 +100,7 @@ class CheckpointSummary:
     load: str
     format: str
     iteration: int | None
-    model: Model
+    model: ModelSummary
     parallel: dict[str, int]
     parallel_from: str
     weights: dict[str, Amount]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError, one_line, reading, shown
 from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
-from ..common.stored import COMMON_KEY, Place, check_files, stored_file
+from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
 from ..common.tensors import dtype_name
 from .geometry import Box, tiling_fault
 
@@ -31,25 +31,6 @@ FORMAT = 'torch_dist'
 
 FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Bytes of one entry: ``length`` bytes from ``offset`` of ``file`` (relative, a .distcp)."""
-
-    file: str
-    offset: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        """Where the entry ends in its file."""
-        return self.offset + self.length
-
-    @property
-    def place(self) -> Place:
-        """The same for the reader of stored objects."""
-        return self.file, self.offset, self.length
 
 
 @dataclass(frozen=True, slots=True)

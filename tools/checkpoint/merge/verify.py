@@ -45,7 +45,7 @@ def verify_share(
 
     def written(index: MetadataIndex) -> tuple[Path, Slice]:
         info = storage[index]
-        return paths[info.relative_path], Slice(info.relative_path, info.offset, info.length)
+        return paths[info.relative_path], Slice.of(info)
 
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:

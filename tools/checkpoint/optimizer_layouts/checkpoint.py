@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
-from ..common.stored import check_files, common_state_place, read_common_state
+from ..common.stored import check_files, common_state_slice, read_common_state
 from ..merge.common_state import CommonState
 from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
 
@@ -79,7 +79,7 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
     """
     config = read_config(directory)
     metadata = load_dcp_metadata(directory, trust=trust)
-    state = read_common_state(directory, common_state_place(metadata), trust=trust)
+    state = read_common_state(directory, common_state_slice(metadata), trust=trust)
     if state is None:
         raise CheckpointError(f'{directory}: no common state, expected one of a training run')
     checkpoint = Checkpoint(directory, config, CommonState(state, directory))

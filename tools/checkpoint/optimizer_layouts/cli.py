@@ -95,14 +95,14 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     from ..merge.cli import carry_out
     from ..merge.report import write_json
-    from .prepare import Request
+    from .prepare import ConversionRequest
     from .report import already_text, report_text
     from .run import run_conversion
 
     rank = int(os.environ.get('RANK', '0'))
     first = rank == 0
     told: list[bool] = []
-    request = Request(
+    request = ConversionRequest(
         load_dir=args.load_dir,
         save_dir=args.save_dir,
         iteration=args.iteration,

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -17,20 +16,12 @@ from ..merge.source import Slice
 from .assemble import Assembler
 from .common_state import converted_common_state
 from .plan import OutputChunk
-from .prepare import Prepared, Request, prepare
+from .prepare import ConversionRequest, PreparedConversion, prepare
 from .report import ConversionResult
 from .verify import verify_share
 
 
-@dataclass
-class _Orders:
-    """What rank 0 tells each rank."""
-
-    share: RankShare
-    target: Path
-
-
-def run_conversion(request: Request) -> ConversionResult:
+def run_conversion(request: ConversionRequest) -> ConversionResult:
     """Convert, collectively over all ranks.
 
     Raises:
@@ -46,19 +37,18 @@ def run_conversion(request: Request) -> ConversionResult:
         result = ranks.scatter([prepared.result] * ranks.size if prepared else None)
         if result.already:
             return result
-        orders = ranks.scatter(
-            [_Orders(share, prepared.target) for share in prepared.plan.shares]
-            if prepared and prepared.plan
-            else None
-        )
-        ranks.agree(lambda: _check_visible(orders.share))
+        shares = prepared.plan.shares if prepared and prepared.plan else None
+        share = ranks.scatter(shares)
+        ranks.agree(lambda: _check_visible(share))
         if request.dry_run:
             return result
         return publish_together(
             ranks,
-            orders.target,
+            result.output_dir,
             prepared.trackers if prepared else None,
-            lambda staging: _fill(request, ranks, prepared, orders, staging, memory),
+            lambda staging: _fill(
+                request, ranks, prepared, share, staging, result.output_dir, memory
+            ),
             begin,
         )
 
@@ -79,24 +69,25 @@ def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
 
 
 def _fill(
-    request: Request,
+    request: ConversionRequest,
     ranks: Ranks,
-    prepared: Prepared | None,
-    orders: _Orders,
+    prepared: PreparedConversion | None,
+    share: RankShare,
     staging: Path,
+    target: Path,
     memory: int,
 ) -> ConversionResult | None:
     """Write and check the output in the staging directory; its figures on rank 0."""
     assemblers, figures = write_share(
         ranks,
-        orders.share,
+        share,
         prepared.plan if prepared else None,
         staging,
-        orders.target,
+        target,
         request.threads,
         Assembler,
         lambda: _common_state(prepared),
-        partial(verify_share, staging, orders.share) if request.verify else None,
+        partial(verify_share, staging, share) if request.verify else None,
         'converting',
         memory,
     )
@@ -115,6 +106,6 @@ def _fill(
     return result
 
 
-def _common_state(prepared: Prepared | None) -> dict[str, Any]:
+def _common_state(prepared: PreparedConversion | None) -> dict[str, Any]:
     assert prepared is not None and prepared.plan is not None
     return converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings)

@@ -29,7 +29,7 @@ def read_settings(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         own = parse_position(key)
         if own is None or own.entry in _OF_BUCKETS:
             continue
-        value = read_object(checkpoint.directory, piece.place, key)
+        value = read_object(checkpoint.directory, piece, key)
         found[own.chain][own.group][own.entry] = without_optimizer_classes(value)
     if sorted(found) != list(range(len(found))) or not found:
         raise CheckpointError(

@@ -35,7 +35,7 @@ def verify_share(
 
     def written(index: MetadataIndex) -> tuple[Path, Slice]:
         info = storage[index]
-        return directory / info.relative_path, Slice(info.relative_path, info.offset, info.length)
+        return directory / info.relative_path, Slice.of(info)
 
     for job in share.chunks:
         assert isinstance(job, OutputChunk)

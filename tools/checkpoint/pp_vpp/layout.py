@@ -29,7 +29,7 @@ class ChunkId:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayerRange:
     """A run of layers of an old chunk.
 
     Attributes:
@@ -57,7 +57,7 @@ class Move:
     """
 
     target: ChunkId
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerRange, ...]
     first_layer: int
     whole: bool
     is_first: bool = False
@@ -170,7 +170,7 @@ def one_to_one(
         moves.append(
             Move(
                 target,
-                (Piece(source, 0, count),),
+                (LayerRange(source, 0, count),),
                 first_layer,
                 whole=True,
                 is_first=index == 0,
@@ -242,11 +242,11 @@ def resplit(
     return Plan(tuple(sources), tuple(moves), {'': side})
 
 
-def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[LayerRange, ...]:
+    pieces: list[LayerRange] = []
     for source, layer in homes:
         if pieces and pieces[-1].source == source:
-            pieces[-1] = Piece(source, pieces[-1].first, layer + 1)
+            pieces[-1] = LayerRange(source, pieces[-1].first, layer + 1)
         else:
-            pieces.append(Piece(source, layer, layer + 1))
+            pieces.append(LayerRange(source, layer, layer + 1))
     return tuple(pieces)

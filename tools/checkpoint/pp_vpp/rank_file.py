@@ -13,7 +13,7 @@ from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
 from . import edges, optimizer_state, param_match
 from .keys import chunk_numbers, count_layers, is_prediction, layer_of, renumber
-from .layout import Move, Piece
+from .layout import LayerRange, Move
 from .optimizer_state import RankOptimizer, Slot
 from .rank_args import ParallelSizes, rewrite
 from .torch_file import MappedFile, Records
@@ -208,7 +208,7 @@ def whole_chunk(file: RankFile, number: int | None) -> NewChunk:
 
 def assembled_chunk(
     move: Move,
-    pieces: Sequence[tuple[Piece, RankFile]],
+    pieces: Sequence[tuple[LayerRange, RankFile]],
     first: edges.End,
     last: edges.End,
 ) -> NewChunk:
