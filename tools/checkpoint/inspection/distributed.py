@@ -30,9 +30,15 @@ from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
 from . import uses
-from .model import describe_model
 from .resume import read_common_state, resume_report
-from .summary import Amount, CheckpointSummary, OptimizerState, count_files, parallel_sizes
+from .summary import (
+    Amount,
+    CheckpointSummary,
+    ModelSummary,
+    OptimizerState,
+    count_files,
+    parallel_sizes,
+)
 
 
 def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
@@ -51,7 +57,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     check_files((paths[piece.file], piece.end) for piece in slices)
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
-    model = describe_model(layout)
+    model = ModelSummary.of(layout)
     common: dict[str, Any] = {}
     report = None
     if format_ in (DISTRIBUTED, FSDP):

@@ -24,10 +24,10 @@ from ..pp_vpp.rank_file import RankFile, take_apart
 from ..pp_vpp.sources import FILE_NAME, Side, look_at, refuse_other_files, shard_paths, shards_of
 from ..pp_vpp.torch_file import MappedFile, read, tensors
 from . import uses
-from .model import describe_model
 from .summary import (
     Amount,
     CheckpointSummary,
+    ModelSummary,
     OptimizerState,
     Use,
     count_files,
@@ -61,7 +61,7 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
         load=found.load,
         format=LEGACY,
         iteration=iteration,
-        model=describe_model(_layout(side)),
+        model=ModelSummary.of(_layout(side)),
         parallel=_parallel(side),
         parallel_from='the rank files',
         weights=_amounts(chunks),

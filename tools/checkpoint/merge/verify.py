@@ -65,13 +65,13 @@ def verify_share(
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:
     rounded = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
-    total = _assembled(job, job.stored[0], files).float() * rounded[0]
+    total = assembled(job, job.stored[0], files).float() * rounded[0]
     for stored, weight in zip(job.stored[1:], rounded[1:], strict=True):
-        total.add_(_assembled(job, stored, files).float(), alpha=weight)
+        total.add_(assembled(job, stored, files).float(), alpha=weight)
     return total.to(job.dtype)
 
 
-def _assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
+def assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
     """One source's elements of the output chunk, by slicing whole chunks."""
     result = torch.empty(job.box.sizes, dtype=stored[0].dtype, device='cpu')
     for part in stored:
