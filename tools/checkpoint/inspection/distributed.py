@@ -49,7 +49,6 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
             run
     """
     directory, format_, metadata = found.directory, found.format, found.metadata
-    assert metadata is not None  # no legacy one
     if format_ == DISTRIBUTED:
         read_config(directory)
     slices = list(map(Slice.of, metadata.storage_data.values()))

@@ -133,7 +133,7 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
         CheckpointingException: there is none, with the reason.
     """
     found = find_checkpoint(checkpoint)
-    if found.format != DISTRIBUTED or found.metadata is None:
+    if found.format != DISTRIBUTED:
         raise CheckpointingException(
             f'{found.directory}: has the format {found.format}; only {DISTRIBUTED} checkpoints '
             f'can be looked at'

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     TRACKER_NAME,
@@ -16,7 +17,6 @@ from ..common.paths import (
     refuse_tracker_directory,
     refuse_unreachable,
     refuse_url,
-    resolve_checkpoint,
 )
 from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
     iteration_dir,
     parse_iteration_dirname,
     refuse_url,
-    resolve_checkpoint,
 )
 from ..merge.common_state import refuse_unstorable
 from ..merge.prepare import (

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
-from tools.checkpoint.common.paths import resolve_checkpoint
+from tools.checkpoint.common.directory import resolve_checkpoint
 from tools.checkpoint.common.stored import common_state_slice, read_common_state
 
 STEPS = 3

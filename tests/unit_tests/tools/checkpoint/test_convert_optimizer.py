@@ -17,8 +17,8 @@ from tests.unit_tests.tools.checkpoint.handmade import tree
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, make_twins
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
+from tools.checkpoint.common.directory import resolve_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.common.paths import resolve_checkpoint
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 from tools.checkpoint.optimizer_layouts.checkpoint import read_checkpoint
 from tools.checkpoint.optimizer_layouts.order import possible_orders
