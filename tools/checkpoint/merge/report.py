@@ -152,8 +152,8 @@ def write_json(result: 'DataclassInstance', file: Path) -> None:
         raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
 
 
-def is_report(content: bytes) -> bool:
-    """Whether a file holds what ``write_json`` writes, or nothing, and so may be replaced."""
+def is_report(content: bytes, of: type['DataclassInstance'] = MergeResult) -> bool:
+    """Whether a file holds such a result by ``write_json``, or nothing, and so may be replaced."""
     if not content.strip():
         return True
     try:
@@ -162,21 +162,27 @@ def is_report(content: bytes) -> bool:
         return False
     required = {
         field.name
-        for field in fields(MergeResult)
+        for field in fields(of)
         if field.default is field.default_factory is MISSING  # reports of other versions have them
     }
     return isinstance(found, dict) and required <= set(found)
 
 
-def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
+def refuse_report(
+    report: Path,
+    target: Path,
+    read_from: Mapping[Path, str],
+    of: type['DataclassInstance'] = MergeResult,
+) -> None:
     """Raise where writing a report would damage something, or can't work.
 
     What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
 
     Args:
         report: the file
-        target: the directory that the merge writes
-        read_from: checkpoint directories that the merge reads, and what they are called
+        target: the directory that is written
+        read_from: checkpoint directories that are read, and what they are called
+        of: the result that is reported
 
     Raises:
         CheckpointError: it lies in one of the checkpoints, or is something else that exists
@@ -197,9 +203,9 @@ def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> 
         if not stat.S_ISREG(mode):
             raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
         refuse_unwritable(report, file)
-        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
+        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes(), of):
             raise CheckpointError(
-                f'--report-json {report}: exists and is no report of a merge; name another file'
+                f'--report-json {report}: exists and is no such report; name another file'
             )
     except FileNotFoundError:
         refuse_unwritable(report, file.parent)

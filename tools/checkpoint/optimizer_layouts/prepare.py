@@ -23,6 +23,7 @@ from ..merge.prepare import (
     refuse_threads,
     space_warnings,
 )
+from ..merge.report import refuse_report
 from .checkpoint import Checkpoint, read_checkpoint
 from .formats import TARGET, plan_optimizer
 from .plan import ConversionPlan, make_plan
@@ -38,6 +39,7 @@ class ConversionRequest:
         save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
         iteration: of the root; None for the one that the tracker names
         threads: writer threads of each rank; None as in a merge
+        report: file that the caller writes when all is done; checked before anything is written
         on_plan: shown the plan on rank 0 before anything is written
     """
 
@@ -48,6 +50,7 @@ class ConversionRequest:
     verify: bool = False
     trust_checkpoints: bool = False
     threads: int | None = None
+    report: Path | None = None
     on_plan: Callable[[ConversionResult], object] = field(default=lambda result: None)
 
 
@@ -72,6 +75,9 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     iteration = _iteration(checkpoint)
     refuse_url(request.save_dir)
     target = output_target(request.save_dir.absolute(), iteration)
+    read_from = {directory: f'the input {directory}'}
+    if request.report is not None:
+        refuse_report(request.report, target, read_from, ConversionResult)
     result = ConversionResult(
         directory, target, checkpoint.format, world_size=world_size, dry_run=request.dry_run
     )
@@ -80,7 +86,7 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
         return PreparedConversion(checkpoint, {}, None, result)
     trackers = output_trackers(target, iteration)
     refuse_target(target, trackers, request.dry_run, 'the iteration', 'give another --save-dir')
-    refuse_inside(target, {directory: f'the input {directory}'})
+    refuse_inside(target, read_from)
     refuse_threads(request.threads)
     refuse_unstorable(checkpoint.common)
     plan = make_plan(checkpoint, plan_optimizer(checkpoint), world_size)

@@ -121,6 +121,21 @@ def test_dry_run_tells_positions_and_writes_nothing(twins, tmp_path, capsys):
     assert not (tmp_path / 'out').exists()
 
 
+def test_a_report_replaces_nothing_but_a_report(twins, tmp_path, capsys):
+    arguments = ['--load-dir', str(twins.in_buckets), '--save-dir', str(tmp_path / 'out')]
+    arguments += ['--dry-run', '--report-json']
+    (tmp_path / 'notes.json').write_text('{"notes": 1}')
+    directory = resolve_checkpoint(twins.in_buckets)
+    for file in (tmp_path / 'notes.json', directory / 'new.json', tmp_path / 'out'):
+        assert main([*arguments, str(file)]) == 1
+        error = capsys.readouterr().err
+        assert f'--report-json {file}: ' in error and error.count('\n') == 1
+    assert (tmp_path / 'notes.json').read_text() == '{"notes": 1}'
+    assert not (directory / 'new.json').exists() and not (tmp_path / 'out').exists()
+    for _ in range(2):
+        assert main([*arguments, str(tmp_path / 'report.json')]) == 0
+
+
 @pytest.mark.parametrize('key', ['.param', '.exp_avg', '.exp_avg_sq'])
 def test_pieces_exchanged(source, tmp_path, key):
     """In param the contents tell; where all three are exchanged param does."""
