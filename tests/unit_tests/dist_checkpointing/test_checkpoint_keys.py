@@ -1,5 +1,8 @@
 """The grammar of checkpoint keys: what all modules read off a key."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from megatron.core.dist_checkpointing.checkpoint_keys import (
@@ -135,6 +138,22 @@ def test_extra_state_of_any_expert_may_be_missing_from_a_load():
             return state_dict
 
     assert _strict_loader(Experts())({'weight': 1}, strict=False) == {'weight': 1}
+
+
+def test_no_other_module_takes_keys_apart():
+    root = Path(__file__).resolve().parents[3]
+    sources = [path for part in ('megatron', 'tools') for path in (root / part).rglob('*.py')]
+    pattern = re.compile(
+        r"""layers\\\.|optimizer\\\.|chained_\\d|_idx_\(|'_extra_state'\)|'/shard_'|'common_state/"""
+    )
+    found = [
+        f'{path.relative_to(root)}: {line}'
+        for path in sources
+        if path.name != 'checkpoint_keys.py'
+        for line in path.read_text().splitlines()
+        if pattern.search(line)
+    ]
+    assert len(sources) > 100 and not found, found
 
 
 def test_objects_and_stacked_layers():
