@@ -33,6 +33,7 @@ MAIN_PARAMS = (PARAM, FP32_PARAM)
 MODEL, OPTIMIZER, RNG, COMMON = 'model', 'optimizer', 'rng_state', 'common_state'
 OTHER_TRAINING = 'other'
 TRAINING = (OPTIMIZER, RNG, OTHER_TRAINING)
+COMMON_KEY = f'{COMMON}/shard_0_1'  # of megatron-core 0.19
 
 _KIND = re.compile(
     r'(?:chained_\d+\.)*'

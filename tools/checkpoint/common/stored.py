@@ -11,7 +11,11 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import COMMON, kind_of
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    COMMON_KEY,
+    kind_of,
+)
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -20,8 +24,6 @@ from megatron_overlay.optimizer_classes import is_optimizer_class
 from .errors import CheckpointError, one_line
 from .paths import COMMON_FILE
 from .safe_load import TRUST_HINT, load_torch, unsafe_globals
-
-COMMON_KEY = 'common_state/shard_0_1'
 
 
 @dataclass(frozen=True, slots=True)
