@@ -7,7 +7,7 @@ state dict, or its optimizer's in a model-space format, is pointed at the hybrid
 
 from __future__ import annotations
 
-from .checkpoint_keys import DECODER, parse_key
+from .checkpoint_keys import DECODER, is_optimizer_state, parse_key
 from .checkpoint_layout import DENSE, MOE, CheckpointLayout
 from .gpt_checkpoint_interop import (
     _GPT_FINAL_NORM_KEY_MAP,
@@ -49,8 +49,7 @@ def hybrid_checkpoint_pattern(layout: CheckpointLayout) -> str:
         one symbol a layer, without separators; ``?`` for a layer of no known kind.
     """
     parts: dict[int, set[str]] = {}
-    for key in layout.keys:
-        own = parse_key(key)
+    for own in (parse_key(key) for key in layout.keys if not is_optimizer_state(key)):
         if own.decoder_layer is not None:
             parts.setdefault(own.decoder_layer, set()).add(own.part)
     return ''.join(
