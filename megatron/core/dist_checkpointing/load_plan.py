@@ -19,7 +19,7 @@ import megatron_overlay
 from megatron_overlay._guard import Upstream
 
 from . import gpt_checkpoint_interop as interop
-from .checkpoint_keys import PARAM, parse_key
+from .checkpoint_keys import FP32_PARAM, PARAM, parse_key
 from .checkpoint_layout import CheckpointLayout
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
@@ -79,6 +79,9 @@ class StoredCheckpoint:
     def args(self) -> Any:
         """Saved arguments; without any where the checkpoint has none."""
         args = self.common.get('args')
+        if isinstance(args, Mapping):  # as some frameworks store them
+            args = {name: value for name, value in args.items() if isinstance(name, str)}
+            return SimpleNamespace(**args)
         return SimpleNamespace() if args is None else args
 
 
@@ -206,18 +209,33 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if stored.format != TORCH_DIST:
         return stored.format
     found = content.get('distrib_optim_sharding_type')
-    if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
-        # Upstream's rule for them.
-        full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-        found = FLATTENED if full else 'dp_zero_gather_scatter'
-    in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
-        if layout is None:
-            return PLAIN
-        model_space = any(parse_key(key).state == PARAM for key in layout.keys)
-        in_model_space = FLATTENED if model_space else PLAIN
-        return 'dp_reshardable' if in_buckets else in_model_space
-    return PLAIN if found == 'dp_reshardable' and not in_buckets else found
+        found = '' if layout is None else _format_by_keys(layout)
+        distributed = getattr(stored.args, 'use_distributed_optimizer', False) is True
+        if not found and not content and distributed:
+            # Upstream's rule for them.
+            full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
+            found = FLATTENED if full else 'dp_zero_gather_scatter'
+        return found or PLAIN
+    in_buckets = layout is None or layout.optimizer_in_buckets
+    return PLAIN if found == IN_BUCKETS and not in_buckets else found
+
+
+def _format_by_keys(layout: CheckpointLayout) -> str:
+    """The format where keys show it; empty where they don't.
+
+    Main parameters by weight are ``param`` since `fully_reshardable`. Without content metadata
+    upstream takes that for its forerunner, whose ``fp32_param`` an optimizer that isn't
+    distributed has as well, but in the weight's own shape.
+    """
+    if layout.optimizer_in_buckets:
+        return IN_BUCKETS
+    for name, size in layout.sizes.items():
+        key = parse_key(name)
+        flattened = len(size) > len(layout.sizes.get(key.weight, size))
+        if key.state == PARAM or (key.state == FP32_PARAM and flattened):
+            return FLATTENED
+    return ''
 
 
 def _family(stored: StoredCheckpoint, run: str) -> str:

@@ -63,7 +63,7 @@ class Checkpoint:
     @property
     def args(self) -> object:
         """Saved arguments; an object without any where there are none."""
-        return self.common.state.get('args') or object()
+        return StoredCheckpoint(None, self.common.state).args
 
     def flattened_from(self, key: str) -> object:
         """Shape that core recorded of a tensor whose shards it flattened; None where it didn't."""
