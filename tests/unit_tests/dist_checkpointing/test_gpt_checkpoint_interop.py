@@ -487,6 +487,10 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
         assert main([str(path), pattern]) == 1
         out = capsys.readouterr().out
         assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+    assert main([str(tmp_path), '*-*-', '--ckpt-step=1']) == 0
+    assert capsys.readouterr().out.startswith(f'{tmp_path}/iter_0000001: GPT')
+    assert main([str(tmp_path), '*-*-', '--ckpt-step=3']) == 1
+    assert 'iterations in' in capsys.readouterr().out
     (tmp_path / TRACKER).write_text('two')
     assert main([str(tmp_path), '*-*-']) == 1
     assert "holds 'two'" in capsys.readouterr().out
@@ -520,6 +524,7 @@ def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out
     assert 'RAN' not in out and 'builtins.print' in out and out.count('\n') == 1
+    assert '--trust-checkpoints' not in out  # which this command doesn't have
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,15 @@ def test_a_path_means_what_it_means_to_load(format_, latest, args, tmp_path):
             assert loaded_directory(args, *shlex.split(found.load))[0] == str(path)
         else:
             assert latest == 'release' or path == root / 'release'
+    for step in (1, 2, 3):
+        chosen = ['--load', str(root), '--ckpt-step', str(step)]
+        if step == 3 and latest != 'release':
+            with pytest.raises(CheckpointError, match='iterations in .*: 1, 2, release'):
+                find_checkpoint(root, step)
+            continue
+        found = find_checkpoint(root, step)
+        assert loaded_directory(args, *chosen)[0] == str(found.directory)
+        assert found.given_to_load and found.load == shlex.join(chosen)
 
 
 def test_an_unfinished_checkpoint_is_none(args, tmp_path):

@@ -21,6 +21,7 @@ from .paths import (
     RELEASE,
     TRACKER_NAME,
     describe_foreign,
+    iteration_dir,
     parse_iteration_dirname,
     read_tracker,
     real_path,
@@ -58,8 +59,12 @@ class FoundCheckpoint:
         return self.directory.name == RELEASE
 
 
-def find_checkpoint(path: str | Path) -> FoundCheckpoint:
+def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoint:
     """The checkpoint that ``--load path`` loads, or the one that ``path`` itself is.
+
+    Args:
+        path: of either
+        step: of ``--ckpt-step``; 0 and None choose none
 
     Raises:
         CheckpointError: there is none, or one that was not finished; the message says what was
@@ -75,10 +80,16 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
         raise CheckpointError(f"{path}: can't be read: {one_line(error)}") from error
     if not is_directory:
         raise CheckpointError(f'{path}: is a file, expected a directory')
-    given_to_load = os.path.isfile(path / TRACKER_NAME)
-    directory = tracker_target(path) if given_to_load else path
+    has_tracker = os.path.isfile(path / TRACKER_NAME)
+    given_to_load = has_tracker or bool(step)
+    # A tracker that says `release` counts for more than the step does.
+    if step and not (has_tracker and read_tracker(path) == RELEASE):
+        directory = iteration_dir(path, step)
+    else:
+        directory = tracker_target(path) if has_tracker else path
     format_, metadata = _format(directory)
-    load = f'--load {shlex.quote(str(path))}' if given_to_load else _way_in(directory)
+    chosen = f' --ckpt-step {step}' if step else ''
+    load = f'--load {shlex.quote(str(path))}{chosen}' if given_to_load else _way_in(directory)
     return FoundCheckpoint(directory, format_, metadata, load, given_to_load)
 
 
@@ -97,14 +108,15 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         return LEGACY, None
     # Half a second, which legacy checkpoints needn't take.
     from .dcp_metadata import load_dcp_metadata
+    from .safe_load import NOTHING_RUNS
 
     if CONFIG_NAME in names:
-        return DISTRIBUTED, load_dcp_metadata(directory)
+        return DISTRIBUTED, load_dcp_metadata(directory, trust_hint=NOTHING_RUNS)
     if METADATA_NAME not in names:
         raise CheckpointError(
             f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'
         )
-    metadata = load_dcp_metadata(directory)
+    metadata = load_dcp_metadata(directory, trust_hint=NOTHING_RUNS)
     keys = metadata.state_dict_metadata
     if any(re.match(r'model\d*\.module\.', key) for key in keys):
         return FSDP, metadata
@@ -127,5 +139,5 @@ def _way_in(directory: Path) -> str:
         latest = None
     if latest is not None and latest == (RELEASE if directory.name == RELEASE else iteration):
         return load
-    # A tracker that says `release` counts for more than the step does, and step 0 for none.
+    # Step 0 chooses none.
     return f'{load} --ckpt-step {iteration}' if iteration and latest != RELEASE else ''

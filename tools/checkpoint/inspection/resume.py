@@ -33,11 +33,11 @@ from megatron_overlay.optimizer_classes import is_optimizer_class
 from ..common import stored
 from ..common.directory import DISTRIBUTED, find_checkpoint
 from ..common.paths import RELEASE
+from ..common.safe_load import NOTHING_RUNS
 from ..common.stdout import printable
 
 _ARGUMENTS = re.compile(r'args$')
 _SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
-_NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 
 @dataclass
@@ -151,7 +151,7 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
     place = stored.common_state_place(metadata)
-    state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
+    state = stored.read_common_state(directory, place, trust_hint=NOTHING_RUNS)
     if state is None:
         # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
         args = _stored_objects(directory, metadata, _ARGUMENTS, is_optimizer_class)
@@ -169,7 +169,7 @@ def _stored_objects(
             (place.relative_path, place.offset, place.length),
             index.fqn,
             stand_in_for=stand_in_for,
-            trust_hint=_NOTHING_RUNS,
+            trust_hint=NOTHING_RUNS,
         )
         for index, place in metadata.storage_data.items()
         if key.match(index.fqn)
