@@ -109,6 +109,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.key_arguments',
             'megatron.core.dist_checkpointing.mamba_from_attention',
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.unstored_state',
@@ -433,6 +434,7 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             '_asks_for_others': ['sharded_state_dict', 'name', 'keys'],
+            '_is_asked_for': ['name', 'load', 'sharded_state_dict', 'args'],
             '_kind': ['chunks'],
             '_load_base_checkpoint': [
                 'load_dir',

@@ -345,6 +345,17 @@ def test_the_argument_that_makes_the_difference_is_named(common, other, argument
         assert re.findall(r'--[a-z-]+', str(error.value)) == [argument]
 
 
+def test_norms_that_hybrid_layers_do_not_have_need_another_spec():
+    maps = interop.gpt_compatible_layer_maps('*-*-')
+    with model_parallel():
+        stored = nested_values(gpt(qk_layernorm=True)[0].sharded_state_dict())
+        request = hybrid('*-*-', qk_layernorm=True)[0].sharded_state_dict()
+    layout = layout_from_keys({entry.key: tuple(entry.global_shape) for entry in built(stored)})
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
+    with pytest.raises(CheckpointingException, match='_layernorm.*--qk-layernorm, --spec'):
+        check_sources({'model': request}, layout)
+
+
 def built(entries):
     for entry in entries:
         if isinstance(entry, ShardedTensorFactory):

@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from megatron.core.dist_checkpointing.key_arguments import LEGACY_WAY_OUT
 
 from tests.cpu_megatron import warm
 
@@ -151,12 +152,12 @@ HYBRID_RUN = {
     ),
     'legacy': (
         {'load': 'legacy gpt', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     # where megatron looks at nothing before it loads
     'legacy, finetune': (
         {'load': 'legacy gpt', 'ckpt_format': 'torch', 'finetune': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'pattern missing': (
         {'load': 'gpt', 'hybrid_layer_pattern': None},
@@ -271,11 +272,11 @@ GPT_RUN = {
 GPT_RUN_WITH_OTHER_WAYS_OUT = {
     'legacy': (
         {'load': 'legacy hybrid', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'legacy, finetune': (
         {'load': 'legacy hybrid', 'ckpt_format': 'torch', 'finetune': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'state in buckets': (
         {'load': 'hybrid in buckets'},

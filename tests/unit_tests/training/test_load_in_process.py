@@ -17,6 +17,7 @@ from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
 from tools.checkpoint.common.directory import find_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 
 RESHARDABLE = ('--ckpt-format=torch_dist', '--dist-ckpt-optim-fully-reshardable')
 ARGUMENTS = [*RESHARDABLE, '--use-distributed-optimizer', '--no-load-rng', '--no-save-rng']
@@ -201,6 +202,34 @@ def test_a_program_without_optimizer_loads_weights(of, into, finetune, stored_fo
     found = target[0].state_dict()['embedding.word_embeddings.weight']
     stored = read_tensors(f'{args.save}/iter_0000003')['embedding.word_embeddings.weight']
     assert torch.equal(found, stored)
+
+
+@pytest.mark.parametrize('into', [gpt, lambda: hybrid('M*-*-')])
+def test_arguments_saved_as_a_dict_say_the_same(into, args, monkeypatch):
+    from megatron.training import checkpointing
+
+    source = Training.start(gpt(), distributed_optimizer())
+    source.train(1)
+    generate = checkpointing.generate_state_dict
+
+    def with_a_dict(*arguments, **options):
+        state = generate(*arguments, **options)
+        return state | {'args': dict(vars(state['args']))}
+
+    args.consumed_train_samples = 12
+    with monkeypatch.context() as saving:
+        saving.setattr(checkpointing, 'generate_state_dict', with_a_dict)
+        checkpointing.save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(into(), distributed_optimizer())
+    args.consumed_train_samples = 0
+    if run.config.is_hybrid_model:
+        args.hybrid_layer_pattern, args.num_layers = 'M*-*-', 5
+    assert checkpointing.load_checkpoint(run.model, run.optimizer, None)[0] == 3
+    assert args.consumed_train_samples == 12
+    assert inspect_checkpoint(args.load).parallel['TP'] == 1
+    args.num_layers, args.num_attention_heads = 7, 8
+    with pytest.raises((AssertionError, RuntimeError), match='num_attention_heads|num_layers'):
+        checkpointing.load_checkpoint(run.model, run.optimizer, None)
 
 
 TRACKER = 'latest_checkpointed_iteration.txt'

@@ -31,8 +31,8 @@ from megatron_overlay.errors import CheckpointingException
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from ..common import stored
-from ..common.directory import DISTRIBUTED, find_checkpoint
-from ..common.paths import RELEASE
+from ..common.directory import DISTRIBUTED, LEGACY, find_checkpoint
+from ..common.paths import RELEASE, describe_foreign
 from ..common.safe_load import NOTHING_RUNS
 from ..common.stdout import printable
 
@@ -116,8 +116,8 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
         leaked_steps=sum(
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
-        offload_fraction=_offload_fraction(common.get('args')),
-        layer_wise=is_layer_wise(common.get('args')),
+        offload_fraction=_offload_fraction(stored_checkpoint.args),
+        layer_wise=is_layer_wise(stored_checkpoint.args),
         unstored=unstored_state(stored_checkpoint),
     )
 
@@ -137,10 +137,10 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
     """
     found = find_checkpoint(checkpoint)
     if found.format != DISTRIBUTED or found.metadata is None:
-        raise CheckpointingException(
-            f'{found.directory}: has the format {found.format}; only {DISTRIBUTED} checkpoints '
-            f'can be looked at'
-        )
+        reason = f'has the format {found.format}; only {DISTRIBUTED} checkpoints can be looked at'
+        if found.format == LEGACY:
+            reason = describe_foreign(found.directory)
+        raise CheckpointingException(f'{found.directory}: {reason}')
     return found.directory, found.metadata
 
 
