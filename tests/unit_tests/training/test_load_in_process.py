@@ -15,6 +15,7 @@ from tests.cpu_megatron.arguments import with_defaults
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
 from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tests.unit_tests.dist_checkpointing.test_replaced_attention import INDEXER, LATENT_MODEL
 from tools.checkpoint.common.directory import find_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
@@ -173,6 +174,44 @@ def test_a_run_that_has_stepped_forgets_the_moments_of_fresh_layers(distributed,
         else:
             source = before[key] if key in fresh else gpt_source(stored, key, 'M*-*-')
             assert torch.equal(value, source), key
+
+
+@pytest.mark.parametrize('bf16', [True, False])
+def test_the_indexer_of_sparse_attention_stays_fresh_with_optimizer_state(bf16, args, tmp_path):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    latent = LATENT_MODEL | {'bf16': bf16}
+    source = Training.start(gpt(**latent), distributed_optimizer(bf16=bf16))
+    source.train(1)
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(hybrid('M-D-', **latent, **INDEXER), distributed_optimizer(bf16=bf16))
+    args.save = str(tmp_path / 'before')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    args.hybrid_layer_pattern, args.num_layers = 'M-D-', 4
+    args.replace_gpt_attention = True
+    load_checkpoint(run.model, run.optimizer, None)
+    args.save = str(tmp_path / 'after')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    stored, before, after = (
+        read_tensors(f'{tmp_path}/{name}/iter_0000003') for name in ('saved', 'before', 'after')
+    )
+    counted = {'fresh': 0, 'moments': 0, 'read': 0}
+    for key, value in after.items():
+        if 'decoder.layers.0.' in key or '.indexer.' in key:
+            kind = 'moments' if '.exp_avg' in key else 'fresh'
+            assert torch.equal(value, before[key]), key
+            assert kind == 'fresh' or not value.any(), key
+        else:
+            kind, part = 'read', key.replace('final_norm.', 'final_layernorm.')
+            for layer, gpt_layer in ((1, 0), (2, 1), (3, 1)):
+                if f'decoder.layers.{layer}.' in part:
+                    part = part.replace(f'layers.{layer}.', 'layers.')
+                    assert torch.equal(value, stored[part][gpt_layer]), key
+                    break
+            else:
+                assert torch.equal(value, stored[part]), key
+        counted[kind] += 1
+    assert all(counted.values()) and counted['moments'] == counted['fresh']
 
 
 @pytest.mark.parametrize(
