@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable
 
+from .checkpoint_keys import is_optimizer_state, parse_key
+
 # The first that is found in a parameter's name counts.
 _ARGUMENTS = (
     (r'\.router\.expert_bias', '--moe-router-enable-expert-bias'),
@@ -24,7 +26,6 @@ LEGACY_WAY_OUT = (
     'a run of the model that saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save '
     'DIR, saves one that is'
 )
-OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
 
 
 def arguments_behind(keys: Iterable[str], layers: str) -> str:
@@ -41,12 +42,12 @@ def arguments_behind(keys: Iterable[str], layers: str) -> str:
 
 
 def _arguments(key: str, layers: str):
-    name = OPTIMIZER_KEY_RE.sub('', key)
+    name = parse_key(key).name
     argument = next((option for part, option in _ARGUMENTS if re.search(part, name)), layers)
     yield argument
     if argument == '--num-experts':
         yield layers  # it says which MLPs are MoE
     if argument == '--qk-layernorm' and layers == '--hybrid-layer-pattern':
         yield '--spec (one whose attention has these norms)'
-    if name != key:
+    if is_optimizer_state(key):
         yield '--optimizer (or pass --no-load-optim)'
