@@ -1,7 +1,9 @@
-"""Which arguments of a run decide whether its model has a weight, for messages about one."""
+"""Arguments of a run that messages name: those that decide whether its model has a weight."""
 
 import re
 from collections.abc import Iterable
+
+from .checkpoint_keys import is_optimizer_state, parse_key
 
 # The first that is found in a parameter's name counts.
 _ARGUMENTS = (
@@ -20,7 +22,10 @@ _ARGUMENTS = (
     (r'\.mlp\.(router|experts)\.\S*weight|\.mlp\.linear_fc\d\.weight', '--num-experts'),
     (r'bias\d*$', '--disable-bias-linear'),
 )
-OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
+LEGACY_WAY_OUT = (
+    'a run of the model that saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save '
+    'DIR, saves one that is'
+)
 
 
 def arguments_behind(keys: Iterable[str], layers: str) -> str:
@@ -37,10 +42,12 @@ def arguments_behind(keys: Iterable[str], layers: str) -> str:
 
 
 def _arguments(key: str, layers: str):
-    name = OPTIMIZER_KEY_RE.sub('', key)
+    name = parse_key(key).name
     argument = next((option for part, option in _ARGUMENTS if re.search(part, name)), layers)
     yield argument
     if argument == '--num-experts':
         yield layers  # it says which MLPs are MoE
-    if name != key:
+    if argument == '--qk-layernorm' and layers == '--hybrid-layer-pattern':
+        yield '--spec (one whose attention has these norms)'
+    if is_optimizer_state(key):
         yield '--optimizer (or pass --no-load-optim)'

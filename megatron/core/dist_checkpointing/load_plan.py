@@ -5,7 +5,6 @@ pure data.
 """
 
 import inspect
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +19,14 @@ import megatron_overlay
 from megatron_overlay._guard import Upstream
 
 from . import gpt_checkpoint_interop as interop
+from .checkpoint_keys import FP32_PARAM, PARAM, parse_key
 from .checkpoint_layout import CheckpointLayout
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
+from .key_arguments import LEGACY_WAY_OUT
 from .mamba_from_attention import WARM_START, with_warm_start
 from .saved_arguments import (
+    arguments_in,
     contradiction,
     effective,
     other_functions,
@@ -41,7 +43,6 @@ PLAIN = 'plain'
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
 IN_BUCKETS = 'dp_reshardable'  # core's default
 FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
-_MAIN_PARAM_RE = re.compile(r'(?:chained_\d+\.)*optimizer\.state\.((?:fp32_)?param)\.(.+)')
 # What `megatron-convert-optimizer` makes one of the former of.
 CONVERTED_FORMATS = {
     IN_BUCKETS: 'which belongs to the layout that saved it',
@@ -49,8 +50,12 @@ CONVERTED_FORMATS = {
 }
 
 LEGACY_REFUSAL = (
-    'legacy torch checkpoints are not translated between GPT and hybrid; a run of the model that '
-    'saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, saves one that is'
+    f'legacy torch checkpoints are not translated between GPT and hybrid; {LEGACY_WAY_OUT}'
+)
+
+NORMS_IN_ATTENTION = (
+    'the attention of the checkpoint has norms of queries and keys (--qk-layernorm), that of '
+    "core's own hybrid layers has none: the run needs a --spec whose attention has them"
 )
 
 _FSDP_TRANSLATES = Upstream(megatron_overlay.finder.upstream_spec).exists(
@@ -79,11 +84,7 @@ class StoredCheckpoint:
     @property
     def args(self) -> Any:
         """Saved arguments; without any where the checkpoint has none."""
-        args = self.common.get('args')
-        if isinstance(args, Mapping):  # as some frameworks store them
-            args = {name: value for name, value in args.items() if isinstance(name, str)}
-            return SimpleNamespace(**args)
-        return SimpleNamespace() if args is None else args
+        return arguments_in(self.common)
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             layer_maps, notes = _gpt_into_hybrid(stored, args)
         else:
             layer_maps, notes = _hybrid_into_gpt(stored, args, run)
-        refusal = other_weights(args, stored.args)
-        if refusal:
-            raise _RefusedError(refusal)
+            _refuse_other_weights(stored, args)
     except _RefusedError as reason:
         return LoadPlan(refusal=str(reason))
     load_optim, optimizer_refusal = _optimizer(stored, args)
@@ -149,6 +148,12 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             *_other_functions(args, stored.args),
         ),
     )
+
+
+def _refuse_other_weights(stored: StoredCheckpoint, args: Any) -> None:
+    refusal = other_weights(args, stored.args)
+    if refusal:
+        raise _RefusedError(refusal)
 
 
 def torch_refusal() -> str:
@@ -231,9 +236,10 @@ def _format_by_keys(layout: CheckpointLayout) -> str:
     """
     if layout.optimizer_in_buckets:
         return IN_BUCKETS
-    for key, size in layout.sizes.items():
-        match = _MAIN_PARAM_RE.fullmatch(key)
-        if match and (match[1] == 'param' or len(size) > len(layout.sizes.get(match[2], size))):
+    for name, size in layout.sizes.items():
+        key = parse_key(name)
+        flattened = len(size) > len(layout.sizes.get(key.weight, size))
+        if key.state == PARAM or (key.state == FP32_PARAM and flattened):
             return FLATTENED
     return ''
 
@@ -271,6 +277,7 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
     warm = getattr(args, 'init_mamba_from_attention', None) is True
     try:
         layer_maps = interop.gpt_compatible_layer_maps(pattern, layout, replacing)
+        _refuse_other_weights(stored, args)
         if warm and (layout is None or stored.format != TORCH_DIST):
             raise ValueError(f'{WARM_START} takes torch_dist checkpoints only; leave it out.')
         if warm and layout is not None:
@@ -290,6 +297,8 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
         f'{len(layer_maps.attention_to_gpt)} attention and {len(layer_maps.mlp_to_gpt)} MLP layers'
     ]
     notes += _replaced_and_fresh(layer_maps)
+    if layout is not None and layer_maps.attention_to_gpt and has_norms_in_attention(layout):
+        notes.append(f'WARNING: {NORMS_IN_ATTENTION}.')
     if layout is not None and layout.mtp_depths and not layer_maps.mtp_pattern:
         notes.append(
             f'WARNING: the {layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not read: '
@@ -323,6 +332,11 @@ def _replaced_and_fresh(layer_maps: GPTCompatLayerMaps) -> Iterator[str]:
             f'WARNING: the indexers of {len(sparse)} sparse attention layer(s) have no source in '
             f'the GPT checkpoint and start from their fresh initialisation.'
         )
+
+
+def has_norms_in_attention(layout: CheckpointLayout) -> bool:
+    """Whether the checkpoint's attention has what `NORMS_IN_ATTENTION` is about."""
+    return any('.self_attention.q_layernorm.' in key for key in layout.keys)
 
 
 def in_place_of_attention(layer_maps: GPTCompatLayerMaps, gpt_layer: int) -> str:

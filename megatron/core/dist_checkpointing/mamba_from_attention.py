@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .checkpoint_keys import DECODER
 from .checkpoint_layout import CheckpointLayout
 from .gpt_layer_maps import REPLACE_ATTENTION, AttentionSizes, GPTCompatLayerMaps
 from .pattern_symbols import Symbols
@@ -60,6 +61,11 @@ def with_warm_start(
         raise ValueError(
             f'{WARM_START}: multi-latent attention (MLA) has no queries, keys and values of one '
             f'size to begin with; leave it out.'
+        )
+    if getattr(args, 'attention_output_gate', None) is True:
+        raise ValueError(
+            f'{WARM_START}: a Mamba layer can not begin with an attention that has an output gate '
+            f'(--attention-output-gate); leave it out.'
         )
     warm_start = dict(_mamba_layers(layer_maps))
     if not warm_start:
@@ -121,13 +127,13 @@ def _attention_sizes(
     channels = channels or hidden // heads
     rows = (heads + 2 * groups) * channels
     for gpt in layer_maps.replaced:
-        key = f'decoder.layers.{f"{gpt}." if layout.indexed else ""}{_QKV}'
+        key = f'{DECODER}.{f"{gpt}." if layout.indexed else ""}{_QKV}'
         shape = layout.sizes.get(key, ())
         if shape[-2:-1] != (rows,):
             raise ValueError(
                 f'{WARM_START}: {key} has shape {tuple(shape)}, expected {rows} rows: the queries '
                 f'of {heads} heads, the keys and values of {groups} groups, of {channels} channels '
-                f'each.'
+                f'each. Give the run the --kv-channels of the one that saved it.'
             )
     return AttentionSizes(heads, groups, channels)
 

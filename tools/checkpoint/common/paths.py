@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Literal
 
+from megatron_overlay.standalone.dist_checkpointing.key_arguments import LEGACY_WAY_OUT
+
 from .arguments import why_not_local
 from .errors import CheckpointError, one_line
 from .staging import staging_path
@@ -130,30 +132,6 @@ def iterations_in(root: str | Path) -> str:
     return ', '.join(known) or 'none'
 
 
-def resolve_checkpoint(path: str | Path) -> Path:
-    """A ``dist_checkpointing`` directory: ``path`` itself, or what its tracker points at.
-
-    Args:
-        path: directory with ``metadata.json``, or a root with a tracker
-
-    Raises:
-        CheckpointError: neither; the message says what was found instead
-    """
-    refuse_url(path)
-    path = Path(path)
-    if not os.path.isdir(path):
-        found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"
-        raise CheckpointError(f'{path}: {found}')
-    if os.path.exists(path / CONFIG_NAME):
-        return path
-    if os.path.exists(path / TRACKER_NAME):
-        target = tracker_target(path)
-        if os.path.exists(target / CONFIG_NAME):
-            return target
-        raise CheckpointError(f'{target}: {describe_foreign(target)}')
-    raise CheckpointError(f'{path}: {describe_foreign(path)}')
-
-
 def refuse_unreachable(target: Path) -> None:
     """Raise where no directory can be made at ``target``, which a dry run should tell too.
 
@@ -236,8 +214,8 @@ def describe_foreign(directory: Path, expected: str = 'torch_dist') -> str:
     missing = f'no {CONFIG_NAME}'
     if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
         return (
-            f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; a training '
-            'run with --ckpt-convert-format torch_dist saves it again as that'
+            f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; '
+            f'{LEGACY_WAY_OUT}'
         )
     if any(name.endswith('.safetensors') for name in names) or 'config.json' in names:
         return f'{missing}: a Hugging Face checkpoint, expected {expected}'

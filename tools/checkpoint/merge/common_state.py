@@ -50,9 +50,7 @@ def load_common_state(source: Source, *, trust: bool = False) -> CommonState | N
     Raises:
         CheckpointError: damaged, or holds a class that isn't admitted
     """
-    embedded = source.embedded_common
-    place = None if embedded is None else embedded.place
-    state = read_common_state(source.directory, place, trust=trust)
+    state = read_common_state(source.directory, source.embedded_common, trust=trust)
     return None if state is None else CommonState(state, source.directory)
 
 
@@ -120,9 +118,10 @@ def output_common_state(
         state['optimizer'] = without_optimizer_classes(state['optimizer'])
     if output_iteration is not None:
         state['iteration'] = output_iteration
-        if isinstance(state.get('args'), Namespace) and hasattr(state['args'], 'iteration'):
-            state['args'] = copy.copy(state['args'])
-            state['args'].iteration = output_iteration
+        args = copy.copy(state.get('args'))
+        values = vars(args) if isinstance(args, Namespace) else args
+        if isinstance(values, dict) and 'iteration' in values:
+            values['iteration'], state['args'] = output_iteration, args
     state[PROVENANCE_KEY] = dict(provenance)
     return state
 
