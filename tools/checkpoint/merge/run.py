@@ -93,7 +93,7 @@ def _check_visible(orders: _Orders) -> None:
             )
     needed: Counter[Path] = Counter()
     pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
-    for path, piece in [*pieces, *((job.path, job.piece) for job in share.byte_entries)]:
+    for path, piece in [*pieces, *(place for job in share.byte_entries for place in job.places)]:
         needed[path] = max(needed[path], piece.offset + piece.length)
     for path, size in needed.items():
         check_file(path, size)
@@ -214,7 +214,7 @@ def _figures(
         accumulate,
         max(wall - load - accumulate, 0.0),
         sum(merger.bytes_read for merger in mergers)
-        + sum(job.piece.length for job in orders.share.byte_entries),
+        + sum(job.length for job in orders.share.byte_entries),
         written,
         peak_memory(),
         peak_memory() - memory,

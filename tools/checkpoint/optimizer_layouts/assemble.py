@@ -63,13 +63,9 @@ class Assembler:
         """
         assert isinstance(job, OutputChunk)
         for piece in job.pieces:
-            self._read(
-                self._open(piece.stored, piece.key),
-                piece.start,
-                out[piece.at : piece.at + piece.count],
-            )
-        if job.weight is not None:
-            self._prove(job, job.weight, job.pieces, out)
+            self._take(piece, out[piece.at : piece.at + piece.count])
+        if job.proof:
+            self._prove(job, job.pieces, out)
         for copy in job.copies:
             self._compare(job, copy, out)
 
@@ -81,21 +77,39 @@ class Assembler:
             return False
         return True
 
-    def _prove(
-        self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
-    ) -> None:
-        source = self._open(weight, job.weight_key)
+    def _take(self, piece: Piece, out: torch.Tensor) -> None:
+        """Read a piece, and cast what is stored in another dtype."""
+        source = self._open(piece.stored, piece.key)
+        if piece.stored.dtype == out.dtype:
+            self._read(source, piece.start, out)
+            return
+        for start in range(0, piece.count, BLOCK_ELEMENTS):
+            count = min(BLOCK_ELEMENTS, piece.count - start)
+            values = _view(self._block, piece.stored.dtype, count)
+            self._read(source, piece.start + start, values)
+            out[start : start + count] = values
+
+    def _prove(self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor) -> None:
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
-            stored = _view(self._block, weight.dtype, values.numel())
-            self._read(source, start, stored)
+            stored = self._weight(job, start, values.numel())
             begin = perf_counter()
-            same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+            same = _as_bits(values.to(stored.dtype)) == _as_bits(stored)
             if not same.all():
                 at = start + int((~same).nonzero()[0])
-                raise NotItsWeightError(_mismatch(job, weight, pieces, main, stored, at, start))
+                raise NotItsWeightError(_mismatch(job, pieces, main, stored, at, start))
             self.math_seconds += perf_counter() - begin
         self.proven += main.numel()
+
+    def _weight(self, job: OutputChunk, start: int, count: int) -> torch.Tensor:
+        """These elements of the weight that a main parameter's chunk is cast to."""
+        stored = _view(self._block, job.proof[0].stored.dtype, count)
+        for piece in job.proof:
+            first, end = max(start, piece.at), min(start + count, piece.at + piece.count)
+            if first < end:
+                source = self._open(piece.stored, piece.key)
+                self._read(source, piece.start + first - piece.at, stored[first - start : end - start])
+        return stored
 
     def _compare(self, job: OutputChunk, copy: Sequence[Piece], out: torch.Tensor) -> None:
         """A replica against what is written; of a main parameter, its weight decides as well."""
@@ -111,22 +125,19 @@ class Assembler:
                 if same.all():
                     continue
                 different += count - int(same.sum())
-                if job.weight is not None:
-                    self._prove_part(job, job.weight, piece, values, at)
-        if job.weight is not None:
+                if job.proof:
+                    self._prove_part(job, piece, values, at)
+        if job.proof:
             self.proven += out.numel()
         if different:
             self.different_copies[job.key] = self.different_copies.get(job.key, 0) + different
 
-    def _prove_part(
-        self, job: OutputChunk, weight: StoredChunk, piece: Piece, values: torch.Tensor, at: int
-    ) -> None:
-        stored = _view(self._block, weight.dtype, values.numel())
-        self._read(self._open(weight, job.weight_key), at, stored)
-        same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+    def _prove_part(self, job: OutputChunk, piece: Piece, values: torch.Tensor, at: int) -> None:
+        stored = self._weight(job, at, values.numel())
+        same = _as_bits(values.to(stored.dtype)) == _as_bits(stored)
         if not same.all():
             first = int((~same).nonzero()[0])
-            raise NotItsWeightError(_mismatch(job, weight, [piece], values, stored, at + first, at))
+            raise NotItsWeightError(_mismatch(job, [piece], values, stored, at + first, at))
 
     def _open(self, stored: StoredChunk, key: str) -> '_Opened':
         descriptor = self._files.get(stored.path)
@@ -173,7 +184,6 @@ def _as_bits(values: torch.Tensor) -> torch.Tensor:
 
 def _mismatch(
     job: OutputChunk,
-    weight: StoredChunk,
     pieces: Sequence[Piece],
     main: torch.Tensor,
     block: torch.Tensor,
@@ -187,13 +197,16 @@ def _mismatch(
         block: the weight's elements from ``start`` on
         at: the element of the chunk that differs
     """
-    piece = next(piece for piece in pieces if piece.at <= at < piece.at + piece.count)
+    piece, proof = (
+        next(piece for piece in of if piece.at <= at < piece.at + piece.count)
+        for of in (pieces, job.proof)
+    )
     begin = [*piece.stored.box.offsets[:-1], piece.stored.box.offsets[-1] + piece.start]
     found = main[at if main.numel() == job.box.numel else at - start]
     return (
         f'{piece.stored.path}: {piece.key} at {begin}: taken '
-        f'for {job.weight_key} at {job.box.offsets}, whose element {at} is '
-        f'{float(block[at - start]):.9g} in {weight.path}, but holds {float(found):.9g}: these '
+        f'for {proof.key} at {job.box.offsets}, whose element {at} is '
+        f'{float(block[at - start]):.9g} in {proof.stored.path}, but holds {float(found):.9g}: these '
         'weights and this optimizer state do not belong together, or are damaged; nothing is '
         'published, take another checkpoint'
     )

@@ -1,7 +1,7 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +89,14 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
         raise CheckpointError(
             f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
         ) from error
-    _check_files(checkpoint)
+    check_files(
+        directory,
+        [
+            *checkpoint.copied.values(),
+            *checkpoint.optimizer.values(),
+            *checkpoint.optimizer_objects.values(),
+        ],
+    )
     return checkpoint
 
 
@@ -115,14 +122,15 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
     checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})
 
 
-def _check_files(checkpoint: Checkpoint) -> None:
+def check_files(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
+    """Every file of these entries is there and long enough.
+
+    Raises:
+        CheckpointError: one isn't
+    """
     needed: dict[str, int] = {}
-    for entry in (
-        *checkpoint.copied.values(),
-        *checkpoint.optimizer.values(),
-        *checkpoint.optimizer_objects.values(),
-    ):
+    for entry in entries:
         for piece in entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,):
             needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
     for name, size in needed.items():
-        check_file(checkpoint.directory / name, size)
+        check_file(directory / name, size)

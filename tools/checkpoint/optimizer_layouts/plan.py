@@ -15,9 +15,18 @@ from typing import Any
 import torch
 
 from ..merge.geometry import Box
-from ..merge.plan import BytesJob, ChunkJob, MergePlan, OutputTensor, RankShare, StoredChunk
+from ..merge.plan import (
+    BytesJob,
+    ChunkJob,
+    MadeBytes,
+    MergePlan,
+    OutputTensor,
+    RankShare,
+    StoredChunk,
+)
 from ..merge.source import Slice, TensorEntry
 from .checkpoint import Checkpoint
+from .common_state import converted_common_state
 
 STATE_PREFIX = 'optimizer.state'
 PARAM = 'param'
@@ -53,25 +62,20 @@ class OutputChunk(ChunkJob):
 
     Attributes:
         pieces: fill the chunk, each element once
-        weight: of a main parameter, the stored chunk of its weight, which has the same box: the
-            proof that the pieces are in their place
+        proof: of a main parameter, what fills the same box of its weight: the pieces are in their
+            place if they are that, cast
         copies: the same elements as other model-parallel ranks store them, where a parameter is
             replicated; never written, and proven as well
     """
 
     pieces: tuple[Piece, ...] = ()
-    weight: StoredChunk | None = None
+    proof: tuple[Piece, ...] = ()
     copies: tuple[tuple[Piece, ...], ...] = ()
 
     @property
     def source_bytes(self) -> int:
         """Bytes that are read for it, but for the proof."""
         return sum(piece.nbytes for group in (self.pieces, *self.copies) for piece in group)
-
-    @property
-    def weight_key(self) -> str:
-        """FQN of the weight that the state is of."""
-        return self.key.split('.', 3)[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class OptimizerPlan:
         positions: for the report
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
+        made: other entries of the output that the input doesn't have
         notes: what the user should know
     """
 
@@ -111,14 +116,21 @@ class OptimizerPlan:
     positions: list[Position] = field(default_factory=list)
     padding: int = 0
     without_state: list[str] = field(default_factory=list)
+    made: list[MadeBytes] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class ConversionPlan(MergePlan):
-    """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``."""
+    """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``.
+
+    Attributes:
+        optimizer: what the format's module found out
+        common_state: of the output
+    """
 
     optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
+    common_state: dict[str, Any] = field(default_factory=dict)
 
 
 def state_key(state: str, weight: str) -> str:
@@ -146,7 +158,7 @@ def output_chunks(
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """
-    proof = stored_chunk(checkpoint, checkpoint.weights[weight], box)
+    proof = Piece(stored_chunk(checkpoint, checkpoint.weights[weight], box), weight, 0, box.numel, 0)
     return [
         OutputChunk(
             key=state_key(state, weight),
@@ -154,7 +166,7 @@ def output_chunks(
             dtype=torch.float32,
             stored=(),
             pieces=tuple(pieces[state]),
-            weight=proof if state == PARAM else None,
+            proof=(proof,) if state == PARAM else (),
             copies=tuple(copies.get(state, ())),
         )
         for state in pieces
@@ -169,6 +181,8 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         },
         optimizer=optimizer,
+        common_state=converted_common_state(checkpoint.common, optimizer.settings),
+        byte_entries=[*optimizer.made],
     )
     plan.tensors = optimizer.tensors
     for key, entry in checkpoint.copied.items():
@@ -186,18 +200,18 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
 
 
 def _shares(
-    chunks: Sequence[OutputChunk], copied: Sequence[BytesJob], world_size: int
+    chunks: Sequence[OutputChunk], copied: Sequence[BytesJob | MadeBytes], world_size: int
 ) -> list[RankShare]:
-    jobs: list[OutputChunk | BytesJob] = [*chunks, *copied]
-    sizes = [job.source_bytes for job in chunks] + [job.piece.length for job in copied]
+    jobs: list[OutputChunk | BytesJob | MadeBytes] = [*chunks, *copied]
+    sizes = [job.source_bytes for job in chunks] + [job.length for job in copied]
     made: list[list[OutputChunk]] = [[] for _ in range(world_size)]
-    taken: list[list[BytesJob]] = [[] for _ in range(world_size)]
+    taken: list[list[BytesJob | MadeBytes]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
     for number in sorted(range(len(jobs)), key=lambda number: -sizes[number]):
         job, size = jobs[number], sizes[number]
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + size, rank))
-        if isinstance(job, BytesJob):
+        if not isinstance(job, OutputChunk):
             taken[rank].append(job)
         else:
             made[rank].append(job)

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..common.directory import FSDP, find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
+    METADATA_NAME,
+    TRACKER_NAME,
     existing_parent,
     iteration_dir,
     parse_iteration_dirname,
@@ -15,13 +18,16 @@ from ..common.paths import (
     refuse_unreachable,
     refuse_url,
     resolve_checkpoint,
+    tracker_target,
 )
 from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
 from ..merge.common_state import refuse_unstorable
 from ..merge.prepare import output_target, output_trackers, refuse_later_tracker
 from .checkpoint import Checkpoint, read_checkpoint
-from .formats import TARGET, plan_optimizer
+from .common_state import TARGET
+from .formats import plan_optimizer
+from .fsdp_checkpoint import read_fsdp_checkpoint
 from .plan import PARAM, STATE_PREFIX, ConversionPlan, make_plan
 from .report import ConversionResult
 
@@ -66,7 +72,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
         CheckpointError: anything that the contract rejects
     """
     directory = _input(request)
-    checkpoint = read_checkpoint(directory, trust=request.trust_checkpoints)
+    read = read_fsdp_checkpoint if _is_fsdp(directory) else read_checkpoint
+    checkpoint = read(directory, trust=request.trust_checkpoints)
     iteration = _iteration(checkpoint)
     refuse_url(request.save_dir)
     target = output_target(request.save_dir.absolute(), iteration)
@@ -94,15 +101,26 @@ def prepare(request: Request, world_size: int) -> Prepared:
 def _input(request: Request) -> Path:
     refuse_url(request.load_dir)
     if request.iteration is None:
-        return resolve_checkpoint(request.load_dir)
-    if (request.load_dir / CONFIG_NAME).exists():
+        return _resolved(request.load_dir)
+    if any((request.load_dir / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
         if parse_iteration_dirname(request.load_dir.name) != request.iteration:
             raise CheckpointError(
                 f'{request.load_dir}: the directory of one checkpoint, and not of iteration '
                 f'{request.iteration}; leave out --iteration, or give the root'
             )
         return request.load_dir
-    return resolve_checkpoint(iteration_dir(request.load_dir, request.iteration))
+    return _resolved(iteration_dir(request.load_dir, request.iteration))
+
+
+def _resolved(path: Path) -> Path:
+    """The checkpoint's directory, which may be one of Megatron-FSDP."""
+    directory = tracker_target(path) if (path / TRACKER_NAME).exists() else path
+    return directory if _is_fsdp(directory) else resolve_checkpoint(path)
+
+
+def _is_fsdp(directory: Path) -> bool:
+    has_metadata = (directory / METADATA_NAME).exists() and not (directory / CONFIG_NAME).exists()
+    return has_metadata and find_checkpoint(directory).format == FSDP
 
 
 def _iteration(checkpoint: Checkpoint) -> int:
@@ -128,7 +146,7 @@ def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     result.padding = optimizer.padding
     result.positions = optimizer.positions
     result.without_state = optimizer.without_state
-    result.copied_bytes = sum(job.piece.length for job in plan.byte_entries)
+    result.copied_bytes = sum(job.length for job in plan.byte_entries)
     result.content_bytes = plan.output_bytes + result.copied_bytes
     result.rank_bytes = [share.source_bytes for share in plan.shares]
     result.warnings = [*optimizer.notes]

@@ -23,7 +23,6 @@ from ..merge.source import Slice
 from ..merge.validate import validate_output
 from ..merge.writer import MergePlanner, MergeWriter
 from .assemble import Assembler
-from .common_state import converted_common_state
 from .plan import OutputChunk
 from .prepare import Prepared, Request, prepare
 from .report import ConversionResult
@@ -85,9 +84,8 @@ def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
         assert isinstance(job, OutputChunk)
         for group in (job.pieces, *job.copies):
             yield from ((piece.stored.path, piece.stored.piece) for piece in group)
-        if job.weight is not None:
-            yield job.weight.path, job.weight.piece
-    yield from ((job.path, job.piece) for job in share.byte_entries)
+        yield from ((piece.stored.path, piece.stored.piece) for piece in job.proof)
+    yield from (place for job in share.byte_entries for place in job.places)
 
 
 def _fill(
@@ -130,10 +128,7 @@ def _fill(
 def _complete(prepared: Prepared | None, staging: Path) -> None:
     """Common state and format of the output, then its metadata against the plan."""
     assert prepared is not None and prepared.plan is not None
-    save_common_state(
-        converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings),
-        staging,
-    )
+    save_common_state(prepared.plan.common_state, staging)
     (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
     validate_output(staging, prepared.plan)
 
@@ -164,7 +159,7 @@ def _figures(assemblers: list[Assembler], share: RankShare, wall: float, memory:
         proof,
         max(wall - load - proof, 0.0),
         sum(assembler.bytes_read for assembler in assemblers)
-        + sum(job.piece.length for job in share.byte_entries),
+        + sum(job.length for job in share.byte_entries),
         sum(assembler.proven for assembler in assemblers),
         different,
         peak_memory(),
