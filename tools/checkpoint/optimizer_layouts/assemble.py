@@ -62,6 +62,8 @@ class Assembler:
             Stopped: another thread or rank failed
         """
         assert isinstance(job, OutputChunk)
+        if job.fill is not None:
+            out.fill_(job.fill)
         for piece in job.pieces:
             self._take(piece, out[piece.at : piece.at + piece.count])
         if job.proof:
@@ -108,7 +110,9 @@ class Assembler:
             first, end = max(start, piece.at), min(start + count, piece.at + piece.count)
             if first < end:
                 source = self._open(piece.stored, piece.key)
-                self._read(source, piece.start + first - piece.at, stored[first - start : end - start])
+                self._read(
+                    source, piece.start + first - piece.at, stored[first - start : end - start]
+                )
         return stored
 
     def _compare(self, job: OutputChunk, copy: Sequence[Piece], out: torch.Tensor) -> None:
@@ -206,7 +210,7 @@ def _mismatch(
     return (
         f'{piece.stored.path}: {piece.key} at {begin}: taken '
         f'for {proof.key} at {job.box.offsets}, whose element {at} is '
-        f'{float(block[at - start]):.9g} in {proof.stored.path}, but holds {float(found):.9g}: these '
-        'weights and this optimizer state do not belong together, or are damaged; nothing is '
+        f'{float(block[at - start]):.9g} in {proof.stored.path}, but holds {float(found):.9g}: '
+        'these weights and this optimizer state do not belong together, or are damaged; nothing is '
         'published, take another checkpoint'
     )

@@ -5,7 +5,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     stored_optimizer_format,
@@ -43,6 +46,7 @@ class Checkpoint:
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
         reshaped: core's record of tensors stored under another global shape (core 0.14)
+        layout: of the model, as the keys tell
     """
 
     directory: Path
@@ -54,6 +58,7 @@ class Checkpoint:
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
+    layout: CheckpointLayout | None = None
 
     @property
     def args(self) -> object:
@@ -79,9 +84,8 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
         raise CheckpointError(f'{directory}: no common state, expected one of a training run')
     checkpoint = Checkpoint(directory, config, CommonState(state, directory))
     try:
-        checkpoint.format = stored_optimizer_format(
-            StoredCheckpoint(layout_from_metadata(metadata), state)
-        )
+        checkpoint.layout = layout_from_metadata(metadata)
+        checkpoint.format = stored_optimizer_format(StoredCheckpoint(checkpoint.layout, state))
         _take_entries(checkpoint, metadata)
     except CheckpointError:
         raise

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from ..common.errors import CheckpointError
 from ..common.directory import FSDP
+from ..common.errors import CheckpointError
 from . import dp_reshardable, fsdp_dtensor, model_space
 from .checkpoint import Checkpoint
 from .plan import OptimizerPlan

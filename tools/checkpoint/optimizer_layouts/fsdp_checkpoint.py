@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
-    CheckpointLayout,
-    layout_from_metadata,
-)
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.explicit_names import without_place
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -44,13 +41,11 @@ class FsdpCheckpoint(Checkpoint):
     """The content of an ``fsdp_dtensor`` checkpoint; weights by their modules' names.
 
     Attributes:
-        layout: of the model, as the keys tell
         states: by parameter's name the moments, and the step where it is stored with them
         settings: by parameter's name the places of its group's settings
         random: random state, by key
     """
 
-    layout: CheckpointLayout | None = None
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
     settings: dict[str, dict[str, Slice]] = field(default_factory=dict)
     random: dict[str, TensorEntry | Slice] = field(default_factory=dict)
@@ -97,9 +92,7 @@ def read_fsdp_checkpoint(directory: Path, *, trust: bool = False) -> FsdpCheckpo
     return checkpoint
 
 
-def _take_entries(
-    checkpoint: FsdpCheckpoint, metadata: Metadata, common: dict[str, Slice]
-) -> None:
+def _take_entries(checkpoint: FsdpCheckpoint, metadata: Metadata, common: dict[str, Slice]) -> None:
     places = Places(checkpoint.directory, metadata)
     for key, entry in metadata.state_dict_metadata.items():
         taken: TensorEntry | Slice

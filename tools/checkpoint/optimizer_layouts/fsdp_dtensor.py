@@ -54,7 +54,9 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     plan.positions = [Position('parameters by name', len(with_state), elements, 0)]
     plan.without_state = sorted(checkpoint.weights.keys() - set(with_state))
     if not with_state:
-        plan.notes = ['no optimizer state: weights are written in the dtype that they are stored in']
+        plan.notes = [
+            'no optimizer state: weights are written in the dtype that they are stored in'
+        ]
     return plan
 
 
@@ -195,9 +197,7 @@ def _moved(box: Box, shape: tuple[int, ...], place: Place) -> Box:
     """Where a chunk of a parameter lies in the tensor."""
     rows = shape[0] * max(place.half, 0) if shape else 0
     first = tuple(offset + rows for offset in box.offsets[:1])
-    return Box(
-        (*place.axes, *first, *box.offsets[1:]), (*(1 for _ in place.axes), *box.sizes)
-    )
+    return Box((*place.axes, *first, *box.offsets[1:]), (*(1 for _ in place.axes), *box.sizes))
 
 
 def _model_dtype(args: Any) -> torch.dtype:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..common.directory import DISTRIBUTED
 from ..merge.geometry import Box
 from ..merge.plan import (
     BytesJob,
@@ -66,11 +67,13 @@ class OutputChunk(ChunkJob):
             place if they are that, cast
         copies: the same elements as other model-parallel ranks store them, where a parameter is
             replicated; never written, and proven as well
+        fill: a number that is all of the chunk, which then has no pieces
     """
 
     pieces: tuple[Piece, ...] = ()
     proof: tuple[Piece, ...] = ()
     copies: tuple[tuple[Piece, ...], ...] = ()
+    fill: float | None = None
 
     @property
     def source_bytes(self) -> int:
@@ -107,6 +110,7 @@ class OptimizerPlan:
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
         made: other entries of the output that the input doesn't have
+        format: of the output
         notes: what the user should know
     """
 
@@ -117,6 +121,7 @@ class OptimizerPlan:
     padding: int = 0
     without_state: list[str] = field(default_factory=list)
     made: list[MadeBytes] = field(default_factory=list)
+    format: str = DISTRIBUTED
     notes: list[str] = field(default_factory=list)
 
 
@@ -126,11 +131,11 @@ class ConversionPlan(MergePlan):
 
     Attributes:
         optimizer: what the format's module found out
-        common_state: of the output
+        common_state: of the output; None where objects of their own keep it
     """
 
     optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
-    common_state: dict[str, Any] = field(default_factory=dict)
+    common_state: dict[str, Any] | None = None
 
 
 def state_key(state: str, weight: str) -> str:
@@ -158,7 +163,9 @@ def output_chunks(
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """
-    proof = Piece(stored_chunk(checkpoint, checkpoint.weights[weight], box), weight, 0, box.numel, 0)
+    proof = Piece(
+        stored_chunk(checkpoint, checkpoint.weights[weight], box), weight, 0, box.numel, 0
+    )
     return [
         OutputChunk(
             key=state_key(state, weight),
@@ -175,16 +182,21 @@ def output_chunks(
 
 def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int) -> ConversionPlan:
     """The plan of the whole output, shared out over ranks by size, largest first."""
-    plan = ConversionPlan(
-        config=checkpoint.config,
-        reshaped={
-            key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
-        },
-        optimizer=optimizer,
-        common_state=converted_common_state(checkpoint.common, optimizer.settings),
-        byte_entries=[*optimizer.made],
-    )
+    plan = ConversionPlan(optimizer=optimizer, byte_entries=[*optimizer.made])
     plan.tensors = optimizer.tensors
+    if optimizer.format == DISTRIBUTED:
+        plan.config = checkpoint.config
+        plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
+        _copy(checkpoint, plan)
+    plan.shares = _shares(optimizer.chunks, plan.byte_entries, world_size)
+    return plan
+
+
+def _copy(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
+    """Take over what isn't the optimizer's as it is stored."""
+    plan.reshaped = {
+        key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
+    }
     for key, entry in checkpoint.copied.items():
         if isinstance(entry, Slice):
             chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
@@ -195,8 +207,6 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             BytesJob(key, checkpoint.directory / piece.file, piece, offsets)
             for offsets, piece in chunks.items()
         ]
-    plan.shares = _shares(optimizer.chunks, plan.byte_entries, world_size)
-    return plan
 
 
 def _shares(

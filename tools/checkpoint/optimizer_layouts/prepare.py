@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..common.directory import FSDP, find_checkpoint
+from ..common.directory import DISTRIBUTED, FSDP, find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
@@ -30,6 +30,7 @@ from .formats import plan_optimizer
 from .fsdp_checkpoint import read_fsdp_checkpoint
 from .plan import PARAM, STATE_PREFIX, ConversionPlan, make_plan
 from .report import ConversionResult
+from .to_fsdp import plan_fsdp
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Request:
         save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
         iteration: of the root; None for the one that the tracker names
         threads: writer threads of each rank; None as in a merge
+        to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
         on_plan: shown the plan on rank 0 before anything is written
     """
 
@@ -51,6 +53,7 @@ class Request:
     verify: bool = False
     trust_checkpoints: bool = False
     threads: int | None = None
+    to: str = DISTRIBUTED
     on_plan: Callable[[ConversionResult], object] = field(default=lambda result: None)
 
 
@@ -78,9 +81,14 @@ def prepare(request: Request, world_size: int) -> Prepared:
     refuse_url(request.save_dir)
     target = output_target(request.save_dir.absolute(), iteration)
     result = ConversionResult(
-        directory, target, checkpoint.format, world_size=world_size, dry_run=request.dry_run
+        directory,
+        target,
+        checkpoint.format,
+        FSDP if request.to == FSDP else TARGET,
+        world_size=world_size,
+        dry_run=request.dry_run,
     )
-    if checkpoint.format == TARGET:
+    if checkpoint.format == result.target:
         result.already = True
         return Prepared(checkpoint, target, {}, None, result)
     trackers = output_trackers(target, iteration)
@@ -93,7 +101,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
     if request.threads is not None and request.threads < 1:
         raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
     refuse_unstorable(checkpoint.common)
-    plan = make_plan(checkpoint, plan_optimizer(checkpoint), world_size)
+    planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
+    plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, plan)
     return Prepared(checkpoint, target, trackers, plan, result)
 
@@ -139,7 +148,10 @@ def _iteration(checkpoint: Checkpoint) -> int:
 
 def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     optimizer = plan.optimizer
-    main = [job for job in optimizer.chunks if job.key.startswith(f'{STATE_PREFIX}.{PARAM}.')]
+    if optimizer.format == FSDP:
+        main = [job for job in optimizer.chunks if job.proof]
+    else:
+        main = [job for job in optimizer.chunks if job.key.startswith(f'{STATE_PREFIX}.{PARAM}.')]
     result.tensors = len(optimizer.tensors)
     result.elements = sum(job.box.numel for job in main)
     result.copies = sum(job.box.numel * len(job.copies) for job in main)

@@ -128,8 +128,9 @@ def _fill(
 def _complete(prepared: Prepared | None, staging: Path) -> None:
     """Common state and format of the output, then its metadata against the plan."""
     assert prepared is not None and prepared.plan is not None
-    save_common_state(prepared.plan.common_state, staging)
-    (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
+    if prepared.plan.common_state is not None:
+        save_common_state(prepared.plan.common_state, staging)
+        (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
     validate_output(staging, prepared.plan)
 
 

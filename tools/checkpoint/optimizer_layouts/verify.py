@@ -41,7 +41,7 @@ def verify_share(
         assert isinstance(job, OutputChunk)
         path, piece = written(MetadataIndex(job.key, job.box.offsets))
         found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
-        if not _same_bits(found, _filled(job.pieces, job.box, job.dtype)):
+        if not _same_bits(found, _expected(job)):
             raise CheckpointError(
                 f'{path}: {job.key} at {job.box.offsets}: differs from what the input stores; the '
                 'output is not published'
@@ -55,6 +55,12 @@ def verify_share(
         path, piece = written(entry.index)
         if read_bytes(path, piece) != entry.read():
             raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
+
+
+def _expected(job: OutputChunk) -> torch.Tensor:
+    if job.fill is not None:
+        return torch.full(job.box.sizes, job.fill, dtype=job.dtype, device='cpu')
+    return _filled(job.pieces, job.box, job.dtype)
 
 
 def _filled(pieces: Sequence[Piece], box: Box, dtype: torch.dtype) -> torch.Tensor:
