@@ -14,8 +14,9 @@ import torch
 
 from ..common.errors import CheckpointError, shown
 from ..merge.geometry import Box
-from ..merge.plan import OutputTensor
+from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
+from .archived import archived
 from .checkpoint import Checkpoint
 from .fsdp_checkpoint import STATES, FsdpCheckpoint
 from .fsdp_names import Names, Place, names_of_model
@@ -30,7 +31,7 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
         CheckpointError: something isn't known, or is missing, or doesn't fit
     """
     assert isinstance(checkpoint, FsdpCheckpoint) and checkpoint.layout is not None
-    args = checkpoint.args
+    args: Any = checkpoint.args
     names = names_of_model(args, checkpoint.layout, checkpoint.directory)
     if getattr(args, 'pipeline_model_parallel_size', 1) != 1:
         raise CheckpointError(
@@ -43,6 +44,9 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     _check_sizes(checkpoint, places)
     checkpoint.common.state['content_metadata'] = {'singleton_local_shards': False}
     plan = OptimizerPlan({}, [], read_settings(checkpoint), made=random_objects(checkpoint))
+    # Megatron-FSDP leaves it out; nothing is what it is without FP8.
+    keys = {place.key for place in places.values()}
+    plan.made += [MadeBytes(key, archived([None])) for key in names.extra_states(keys)]
     parts: dict[str, dict[Place, str]] = defaultdict(dict)
     for name, place in places.items():
         parts[place.key][place] = name

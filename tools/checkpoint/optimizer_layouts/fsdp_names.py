@@ -10,8 +10,9 @@ Layers have keys of their own where some of them are MoE and others not, and lay
 names that they have when Transformer Engine fuses them, whatever the model was built of.
 """
 
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,12 @@ _OUTSIDE = re.compile(
 _FUSED_NORMS = {
     'input_layernorm.': 'self_attention.linear_qkv.layer_norm_',
     'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_',
+}
+_STACKED = re.compile(r'decoder\.layers\.[^\d]')
+# Transformer Engine's norms have one, and its attention.
+_WITH_EXTRA_STATE = {
+    True: re.compile(r'\.linear_\w+$'),
+    False: re.compile(r'\.(linear_|core_attention$|(final_|input_|pre_mlp_|[qk]_)layernorm$)'),
 }
 _UNKNOWN_MODELS = {
     'multi_latent_attention': 'multi-latent attention',
@@ -139,6 +146,30 @@ class Names:
                     name = f'{match[1]}{layer}.{self._part(part, expert)}'
                     name += _HALVES[half] if half >= 0 else ''
                     yield name, Place(key, layer if match[2] is None else -1, expert, half)
+
+    def extra_states(self, keys: Iterable[str]) -> Iterator[str]:
+        """Keys of the modules' ``_extra_state``, which ``torch_dist`` loads ask for.
+
+        Args:
+            keys: of the weights in ``torch_dist``
+        """
+        modules = {key.removesuffix('.weight') for key in keys if key.endswith('.weight')}
+        if not self.local:
+            own = '.self_attention.linear_proj'
+            modules |= {
+                module.removesuffix(own) + '.self_attention.core_attention'
+                for module in modules
+                if module.endswith(own)
+            }
+        for module in sorted(modules):
+            if _WITH_EXTRA_STATE[self.local].search(module) is None:
+                continue
+            axes = [self.layers] if _STACKED.match(module) else []
+            axes += [self.experts] if _EXPERTS in module else []
+            axes = axes or [1]
+            for at in itertools.product(*map(range, axes)):
+                place, shape = ('.'.join(map(str, numbers)) for numbers in (at, axes))
+                yield f'{module}._extra_state/shard_{place}_{shape}'
 
     def _part(self, part: str, expert: int) -> str:
         if expert < 0:

@@ -130,10 +130,10 @@ def _weights_with_state(checkpoint: Checkpoint) -> set[str]:
                 f'{list(weight.shape) if weight else "is missing"}; the checkpoint is damaged'
             )
         found[match[2]].add(match[1])
-    for weight, states in found.items():
+    for of, states in found.items():
         for state in (PARAM, *STATES):
             if state not in states:
-                raise CheckpointError(f'{where}: no {state_key(state, weight)}, but other state')
+                raise CheckpointError(f'{where}: no {state_key(state, of)}, but other state')
     return set(found)
 
 
@@ -266,7 +266,7 @@ def _settings(
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Settings of all groups of all optimizers of the chain."""
-    state = checkpoint.common.state.get('optimizer')
+    state: Any = checkpoint.common.state.get('optimizer')
     try:
         chain = list(state.values()) if all(isinstance(key, int) for key in state) else [state]
         groups = [group for part in chain for group in part['optimizer']['param_groups']]
