@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,7 @@ if __name__.startswith('megatron.'):
 
 # The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
 _MODEL_PREFIX_RE = re.compile(r'^(?:(?:model\d*|module)\.)*')
+_FSDP_RE = re.compile(r'model\d*\.module\.')
 _LAYER_RE = re.compile(r'decoder\.layers\.(?:(\d+)\.)?(.+)')
 _OBJECT_SHARD_RE = re.compile(r'/shard_[\d.]+_[\d.]+$')
 _MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
@@ -43,6 +44,11 @@ _MOST_LAYERS = 100_000
 DENSE, MOE = 'dense', 'moe'
 # Where GPTModel's and HybridModel's own weights stand.
 WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
+
+
+def is_of_fsdp(keys: Iterable[str]) -> bool:
+    """Whether keys of a checkpoint that isn't ``torch_dist`` are those of ``fsdp_dtensor``."""
+    return any(_FSDP_RE.match(key) for key in keys)
 
 
 @dataclass(frozen=True)

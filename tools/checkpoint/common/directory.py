@@ -96,6 +96,8 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
     if CONFIG_NAME not in names and any(name.startswith('mp_rank_') for name in names):
         return LEGACY, None
     # Half a second, which legacy checkpoints needn't take.
+    from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import is_of_fsdp
+
     from .dcp_metadata import load_dcp_metadata
 
     if CONFIG_NAME in names:
@@ -106,7 +108,7 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         )
     metadata = load_dcp_metadata(directory)
     keys = metadata.state_dict_metadata
-    if any(re.match(r'model\d*\.module\.', key) for key in keys):
+    if is_of_fsdp(keys):
         return FSDP, metadata
     embedded = any(key.startswith('common_state/') for key in keys)
     if embedded or COMMON_FILE in names or not any(re.match(r'model\d*\.', key) for key in keys):

@@ -25,6 +25,11 @@ _RANDOM = re.compile(
     r'(?:(rng_tracker_states)\.(.+)|((?:random|np|torch|cuda)_rng_state))'
 )
 
+_KINDS = {
+    *('random_rng_state', 'np_rng_state', 'torch_rng_state', 'cuda_rng_state'),
+    'rng_tracker_states',
+}
+
 
 def read_settings(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
     """For each optimizer of the chain what the common state keeps of it; none without state.
@@ -120,6 +125,12 @@ def random_objects(checkpoint: FsdpCheckpoint) -> list[MadeBytes]:
             f'{checkpoint.directory}: random state of the pipeline and tensor ranks '
             f'{sorted(found)}, expected that of all'
         )
+    for states in found.values():
+        for state in states.values():
+            if missing := sorted(_KINDS - state.keys()):
+                raise CheckpointError(
+                    f'{checkpoint.directory}: no {missing[0]} in rng_state; the checkpoint is damaged'
+                )
     return [
         MadeBytes(
             f'rng_state/shard_{pipeline}.{tensor}_{sizes[0]}.{sizes[1]}',

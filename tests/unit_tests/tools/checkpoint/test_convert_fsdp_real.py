@@ -8,14 +8,19 @@ import torch
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tests.unit_tests.tools.checkpoint.fsdp_twins import (
     DDP,
+    FSDP,
+    SEVERAL_CONNECTIONS,
     STEPS,
+    fsdp_differences,
     make_fsdp_twins,
 )
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences
+from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
+from tools.checkpoint.common.paths import tracker_target
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer
 
-# The two norms of all gradients are summed in another order; without clipping nothing depends on
-# them, and the runs are equal bit for bit.
+# The gradients' norm is summed in another order there; without clipping nothing depends on it, and
+# the two runs are equal bit for bit.
 UNCLIPPED = ['--clip-grad', '0']
 EXPERTS = ['--num-experts', '4']
 CASES = {
