@@ -129,7 +129,7 @@ def random_objects(checkpoint: FsdpCheckpoint) -> list[MadeBytes]:
         for state in states.values():
             if missing := sorted(_KINDS - state.keys()):
                 raise CheckpointError(
-                    f'{checkpoint.directory}: no {missing[0]} in rng_state; the checkpoint is damaged'
+                    f'{checkpoint.directory}: no {missing[0]} in rng_state; take another checkpoint'
                 )
     return [
         MadeBytes(
