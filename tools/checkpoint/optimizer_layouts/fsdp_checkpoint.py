@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    kind_of,
+    parse_key,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.explicit_names import without_place
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -21,16 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.directory import FSDP
-from ..common.errors import CheckpointError, one_line
+from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
 from ..common.stored import read_object
 from ..merge.common_state import CommonState
 from ..merge.source import FORMAT, Places, Slice, TensorEntry, tensor_entry
-from .checkpoint import Checkpoint, check_files
+from .checkpoint import Checkpoint, check_entries
 
-_OPTIMIZER = re.compile(r'optimizer(?:\.\d+)?\.(state|param_to_group_meta)\.')
-_MODEL = re.compile(r'model\.')
-_RANDOM = re.compile(r'rng_state\.')
 _COMMON = re.compile(r'(?:(opt_param_scheduler)\.)?([^.]+)')
 STATES = ('exp_avg', 'exp_avg_sq')
 STEP = 'step'
@@ -65,16 +68,10 @@ def read_fsdp_checkpoint(directory: Path, *, trust: bool = False) -> FsdpCheckpo
         format=FSDP,
     )
     common: dict[str, Slice] = {}
-    try:
+    with reading(directory / METADATA_NAME, 'metadata of fsdp_dtensor'):  # fields of any type
         checkpoint.layout = layout_from_metadata(metadata)
         _take_entries(checkpoint, metadata, common)
-    except CheckpointError:
-        raise
-    except Exception as error:  # fields of any type, where the file was damaged
-        raise CheckpointError(
-            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
-        ) from error
-    check_files(
+    check_entries(
         directory,
         [
             *checkpoint.weights.values(),
@@ -88,7 +85,7 @@ def read_fsdp_checkpoint(directory: Path, *, trust: bool = False) -> FsdpCheckpo
         scope, _, name = key.rpartition('.')
         state = checkpoint.common.state
         inner: dict[str, Any] = state.setdefault(scope, {}) if scope else state
-        inner[name] = read_object(directory, piece.place, key, trust=trust)
+        inner[name] = read_object(directory, piece, key, trust=trust)
     return checkpoint
 
 
@@ -116,19 +113,21 @@ def _take(
     checkpoint: FsdpCheckpoint, key: str, taken: TensorEntry | Slice, common: dict[str, Slice]
 ) -> bool:
     """Put an entry where it belongs; False where that isn't known."""
-    if match := _OPTIMIZER.match(key):
-        name, _, last = without_place(key).rpartition('.')
-        if isinstance(taken, TensorEntry) and match[1] == 'state' and last in (*STATES, STEP):
+    kind, parsed = kind_of(key), parse_key(key)
+    if kind == OPTIMIZER:
+        name, _, last = parsed.name.rpartition('.')
+        of_group = '.param_to_group_meta.' in parsed.prefix
+        if isinstance(taken, TensorEntry) and not of_group and last in (*STATES, STEP):
             _once(checkpoint, key, checkpoint.states.setdefault(name, {}), last, taken)
-        elif isinstance(taken, Slice) and match[1] != 'state':
+        elif isinstance(taken, Slice) and of_group:
             _once(checkpoint, key, checkpoint.settings.setdefault(name, {}), last, taken)
         else:
             return False
-    elif _MODEL.match(key):
-        if not isinstance(taken, TensorEntry):
+    elif kind == MODEL:
+        if not isinstance(taken, TensorEntry) or not parsed.prefix.startswith('model.'):
             return False
-        _once(checkpoint, key, checkpoint.weights, without_place(key), taken)
-    elif _RANDOM.match(key):
+        _once(checkpoint, key, checkpoint.weights, parsed.name, taken)
+    elif kind == RNG:
         checkpoint.random[key] = taken
     elif _COMMON.fullmatch(key) and isinstance(taken, Slice):
         common[key] = taken
@@ -140,7 +139,7 @@ def _take(
 def _once(checkpoint: Checkpoint, key: str, taken: dict[str, Any], name: str, entry: Any) -> None:
     if name in taken:
         raise CheckpointError(
-            f'{checkpoint.directory}: {key}: the checkpoint has {without_place(key)} under several '
+            f'{checkpoint.directory}: {key}: {parse_key(key).name} is stored under several '
             'prefixes, and only one can be meant'
         )
     taken[name] = entry

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 
 from ..common.errors import CheckpointError, shown
 from ..merge.geometry import Box
@@ -21,7 +22,7 @@ from .checkpoint import Checkpoint
 from .fsdp_checkpoint import STATES, FsdpCheckpoint
 from .fsdp_names import Names, Place, names_of_model
 from .fsdp_settings import random_objects, read_settings
-from .plan import PARAM, OptimizerPlan, OutputChunk, Piece, Position, state_key, stored_chunk
+from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
 
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:

@@ -16,14 +16,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    DECODER,
+    parse_key,
+    stacks_layers,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import CheckpointLayout
 
 from ..common.errors import CheckpointError, shown
 
-_LAYER = re.compile(r'(decoder\.layers\.)(\d+)\.(.+)')
-_STACK = re.compile(r'(decoder\.layers\.)(?:(\d+)\.)?(.+)')
-_ONE_BY_ONE = re.compile(r'mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))')
-_GROUPED = re.compile(r'mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)')
+_NUMBER = r'(0|[1-9]\d{0,99})'
+_ONE_BY_ONE = re.compile(
+    rf'mlp\.experts\.local_experts\.{_NUMBER}\.(linear_fc[12]\.(?:weight|bias))'
+)
+_GROUPED = re.compile(rf'mlp\.experts\.(linear_fc[12]\.(?:weight|bias)){_NUMBER}')
 _EXPERTS = 'mlp.experts.experts.'
 _HALVES = ('_w', '_v')
 _FC1 = re.compile(r'mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc1\.(?:weight|bias)')
@@ -49,7 +55,6 @@ _FUSED_NORMS = {
     'input_layernorm.': 'self_attention.linear_qkv.layer_norm_',
     'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_',
 }
-_STACKED = re.compile(r'decoder\.layers\.[^\d]')
 # Transformer Engine's norms have one, and its attention.
 _WITH_EXTRA_STATE = {
     True: re.compile(r'\.linear_\w+$'),
@@ -110,10 +115,10 @@ class Names:
         """Where the parameter of that name lies; None for one that isn't known."""
         half = next((i for i, end in enumerate(_HALVES) if name.endswith(end)), -1)
         bare = name if half < 0 else name[:-2]
-        layer = _LAYER.fullmatch(bare)
-        if layer is None:
+        parsed = parse_key(bare)
+        number, part, expert = parsed.decoder_layer, parsed.part, -1
+        if number is None:
             return Place(bare) if half < 0 and _OUTSIDE.fullmatch(bare) else None
-        expert, part = -1, layer[3]
         if match := _ONE_BY_ONE.fullmatch(part):
             expert, part = int(match[1]), _EXPERTS + match[2]
         elif match := _GROUPED.fullmatch(part):
@@ -123,29 +128,28 @@ class Names:
         for own, fused in _FUSED_NORMS.items() if self.local else ():
             if part.startswith(own):
                 part = fused + part.removeprefix(own)
-        number = int(layer[2])
         if self.stacked:
-            return Place(f'{layer[1]}{part}', number, expert, half)
-        return Place(f'{layer[1]}{number}.{part}', -1, expert, half)
+            return Place(f'{DECODER}.{part}', number, expert, half)
+        return Place(f'{DECODER}.{number}.{part}', -1, expert, half)
 
     def names(self, key: str) -> Iterator[tuple[str, Place]]:
         """Names of the parameters that make up a tensor of ``torch_dist``, with their places."""
-        match = _STACK.fullmatch(key)
-        if match is None:
+        parsed = parse_key(key)
+        if parsed.block != DECODER:
             yield key, Place(key)
             return
-        part = match[3]
+        part, number = parsed.part, parsed.layer
         for own, fused in _FUSED_NORMS.items() if self.local else ():
             if part.startswith(fused):
                 part = own + part.removeprefix(fused)
         experts = range(self.experts) if part.startswith(_EXPERTS) else [-1]
         halves = range(2) if self.gated and is_fc1(part) else [-1]
-        for layer in range(self.layers) if match[2] is None else [int(match[2])]:
+        for layer in range(self.layers) if number is None else [number]:
             for expert in experts:
                 for half in halves:
-                    name = f'{match[1]}{layer}.{self._part(part, expert)}'
+                    name = f'{DECODER}.{layer}.{self._part(part, expert)}'
                     name += _HALVES[half] if half >= 0 else ''
-                    yield name, Place(key, layer if match[2] is None else -1, expert, half)
+                    yield name, Place(key, layer if number is None else -1, expert, half)
 
     def extra_states(self, keys: Iterable[str]) -> Iterator[str]:
         """Keys of the modules' ``_extra_state``, which ``torch_dist`` loads ask for.
@@ -164,7 +168,7 @@ class Names:
         for module in sorted(modules):
             if _WITH_EXTRA_STATE[self.local].search(module) is None:
                 continue
-            axes = [self.layers] if _STACKED.match(module) else []
+            axes = [self.layers] if stacks_layers(module) else []
             axes += [self.experts] if _EXPERTS in module else []
             axes = axes or [1]
             for at in itertools.product(*map(range, axes)):

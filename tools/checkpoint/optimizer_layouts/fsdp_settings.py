@@ -74,7 +74,7 @@ def _groups(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
     groups = [
         {
             name: without_optimizer_classes(
-                read_object(checkpoint.directory, piece.place, f'{name} of a parameter group')
+                read_object(checkpoint.directory, piece, f'{name} of a parameter group')
             )
             for name, piece in settings.items()
         }
@@ -142,7 +142,7 @@ def random_objects(checkpoint: FsdpCheckpoint) -> list[MadeBytes]:
 
 def _value(checkpoint: FsdpCheckpoint, entry: TensorEntry | Slice, key: str) -> Any:
     if isinstance(entry, Slice):
-        return read_object(checkpoint.directory, entry.place, key)
+        return read_object(checkpoint.directory, entry, key)
     if len(entry.chunks) != 1:
         raise CheckpointError(f'{checkpoint.directory}: {key}: in several chunks, expected one')
     (box,) = entry.chunks

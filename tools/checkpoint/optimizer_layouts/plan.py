@@ -7,30 +7,30 @@ An example: saved by two data-parallel ranks, ``optimizer.state.exp_avg.output_l
 one chunk of two pieces: the parameter crosses the end of the first rank's share of its bucket.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    PARAM,
+    state_key,
+)
 
 from ..common.directory import DISTRIBUTED
 from ..merge.geometry import Box
 from ..merge.plan import (
-    BytesJob,
     ChunkJob,
     MadeBytes,
     MergePlan,
     OutputTensor,
     RankShare,
     StoredChunk,
+    balanced,
 )
-from ..merge.source import Slice, TensorEntry
+from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
 from .common_state import converted_common_state
-
-STATE_PREFIX = 'optimizer.state'
-PARAM = 'param'
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +138,6 @@ class ConversionPlan(MergePlan):
     common_state: dict[str, Any] | None = None
 
 
-def state_key(state: str, weight: str) -> str:
-    """``optimizer.state.exp_avg.output_layer.weight``."""
-    return f'{STATE_PREFIX}.{state}.{weight}'
-
-
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
     """A chunk of a stored tensor as a plan refers to it."""
     piece = entry.chunks[box]
@@ -163,9 +158,8 @@ def output_chunks(
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """
-    proof = Piece(
-        stored_chunk(checkpoint, checkpoint.weights[weight], box), weight, 0, box.numel, 0
-    )
+    stored = stored_chunk(checkpoint, checkpoint.weights[weight], box)
+    proof = Piece(stored, weight, 0, box.numel, 0)
     return [
         OutputChunk(
             key=state_key(state, weight),
@@ -187,42 +181,19 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
     if optimizer.format == DISTRIBUTED:
         plan.config = checkpoint.config
         plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
-        _copy(checkpoint, plan)
-    plan.shares = _shares(optimizer.chunks, plan.byte_entries, world_size)
+        plan.reshaped = {
+            key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
+        }
+        for key, entry in checkpoint.copied.items():
+            plan.copy(key, entry, checkpoint.directory.joinpath)
+    jobs = [*optimizer.chunks, *plan.byte_entries]
+    sizes = [job.source_bytes for job in optimizer.chunks]
+    sizes += [job.length for job in plan.byte_entries]
+    plan.shares = [
+        RankShare(
+            tuple(job for job in share if isinstance(job, OutputChunk)),
+            tuple(job for job in share if not isinstance(job, OutputChunk)),
+        )
+        for share in balanced(jobs, sizes, world_size)
+    ]
     return plan
-
-
-def _copy(checkpoint: Checkpoint, plan: ConversionPlan) -> None:
-    """Take over what isn't the optimizer's as it is stored."""
-    plan.reshaped = {
-        key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
-    }
-    for key, entry in checkpoint.copied.items():
-        if isinstance(entry, Slice):
-            chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
-        else:
-            chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
-            plan.copied_tensors[key] = OutputTensor(entry.shape, entry.dtype, tuple(entry.chunks))
-        plan.byte_entries += [
-            BytesJob(key, checkpoint.directory / piece.file, piece, offsets)
-            for offsets, piece in chunks.items()
-        ]
-
-
-def _shares(
-    chunks: Sequence[OutputChunk], copied: Sequence[BytesJob | MadeBytes], world_size: int
-) -> list[RankShare]:
-    jobs: list[OutputChunk | BytesJob | MadeBytes] = [*chunks, *copied]
-    sizes = [job.source_bytes for job in chunks] + [job.length for job in copied]
-    made: list[list[OutputChunk]] = [[] for _ in range(world_size)]
-    taken: list[list[BytesJob | MadeBytes]] = [[] for _ in range(world_size)]
-    loads = [(0, rank) for rank in range(world_size)]
-    for number in sorted(range(len(jobs)), key=lambda number: -sizes[number]):
-        job, size = jobs[number], sizes[number]
-        load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + size, rank))
-        if not isinstance(job, OutputChunk):
-            taken[rank].append(job)
-        else:
-            made[rank].append(job)
-    return [RankShare(tuple(m), tuple(t)) for m, t in zip(made, taken, strict=True)]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 
 from ..common.directory import FSDP
 from ..common.errors import CheckpointError, shown
@@ -25,7 +26,7 @@ from .checkpoint import Checkpoint
 from .common_state import TARGET
 from .fsdp_checkpoint import STATES, STEP
 from .fsdp_names import Names, Place, names_of_model
-from .plan import PARAM, OptimizerPlan, OutputChunk, Piece, Position, state_key, stored_chunk
+from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
 
 _STATE = re.compile(r'optimizer\.state\.([^.]+)\.(.+)')
 _COMMON = ('args', 'checkpoint_version', 'iteration', 'num_floating_point_operations_so_far')

@@ -113,7 +113,7 @@ def test_an_entry_that_is_not_known(source, tmp_path):
 
 def test_stored_under_two_prefixes(source, tmp_path):
     rename(source, f'model.module.{FC1}_w', f'model.module.module.{FC1}_v')
-    refused(source, tmp_path, f'{FC1}_v under several prefixes')
+    refused(source, tmp_path, f'{FC1}_v is stored under several prefixes')
 
 
 @pytest.mark.parametrize('of', [f'model.module.{FC1}_w', f'{STATE}{FC1}_w.exp_avg'])
