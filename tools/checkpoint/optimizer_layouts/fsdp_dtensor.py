@@ -50,7 +50,12 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     plan.made += [MadeBytes(key, archived([None])) for key in names.extra_states(keys)]
     parts: dict[str, dict[Place, str]] = defaultdict(dict)
     for name, place in places.items():
-        parts[place.key][place] = name
+        other = parts[place.key].setdefault(place, name)
+        if other != name:
+            raise CheckpointError(
+                f'{checkpoint.directory}: model.module.{name} and {other} are the same part of '
+                f'{place.key}, and only one can be meant'
+            )
     for key, of_key in parts.items():
         _check_complete(checkpoint, names, key, of_key)
         _add_tensors(checkpoint, plan, key, of_key)
@@ -137,7 +142,13 @@ def _check_complete(
     checkpoint: FsdpCheckpoint, names: Names, key: str, of_key: Mapping[Place, str]
 ) -> None:
     """All layers, experts and halves of a tensor are there, alike."""
-    for name, place in names.names(key):
+    expected = {place: name for name, place in names.names(key)}
+    for place in of_key.keys() - expected.keys():
+        raise CheckpointError(
+            f'{checkpoint.directory}: model.module.{of_key[place]}: args tell of {names.layers} '
+            f'layers and {names.experts} experts, of which it is none'
+        )
+    for place, name in expected.items():
         if place not in of_key:
             raise CheckpointError(
                 f'{checkpoint.directory}: no model.module.{name}, which with '

@@ -77,6 +77,10 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
     parameters: dict[str, tuple[Place, tuple[int, ...]]] = {}
     for key, entry in checkpoint.weights.items():
         found = list(_parameters(checkpoint, names, key, entry))
+        if not found:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key}: args.num_experts tells of no experts'
+            )
         stored = _stored(checkpoint, key, len(found[0][1].axes), key in with_state)
         for name, place, region in found:
             shape = region.sizes[len(place.axes) :]
@@ -143,7 +147,7 @@ def _parameters(
 ) -> Iterator[tuple[str, Place, Box]]:
     """What makes up a tensor: names, places, and the part that each is."""
     for name, place in names.names(key):
-        if names.place(name) != place:
+        if names.place(name) != place or len(entry.shape) <= len(place.axes):
             raise CheckpointError(
                 f'{checkpoint.directory}: {key}: not known as a tensor of a GPT model; how '
                 'fsdp_dtensor stores it is not known here'

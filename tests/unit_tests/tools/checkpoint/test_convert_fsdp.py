@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -15,9 +16,11 @@ from tests.unit_tests.tools.checkpoint.fsdp_twins import (
     DDP,
     FSDP,
     SEVERAL_CONNECTIONS,
+    fsdp_differences,
     make_fsdp_twins,
 )
 from tests.unit_tests.tools.checkpoint.handmade import tree
+from tests.unit_tests.tools.checkpoint.optimizer_twins import read_all, same
 from tests.unit_tests.tools.checkpoint.test_convert_optimizer import flip_bit, refused
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
@@ -94,7 +97,8 @@ def test_a_whole_parameter_is_missing(source, tmp_path):
     [
         (f'{FC1}_w', f'{FC1}_x', 'not known as a parameter'),
         (f'{FC1}_w', FC1, 'not known as a parameter'),
-        (FC1, FC1.replace('local_experts.2', 'local_experts.7'), 'no model.module.'),
+        (FC1, FC1.replace('local_experts.2', 'local_experts.7'), '4 experts, of which it'),
+        (FC1, 'decoder.layers.1.mlp.experts.linear_fc1.weight3', 'the same part of'),
         (FC1, FC1.replace('layers.1', 'layers.2'), '3 layers are stored, args.num_layers is 2'),
         ('decoder.final_layernorm', 'decoder.final_norm', 'of a hybrid model'),
         ('embedding.word', 'embedding.sentence', 'not known as a parameter'),
@@ -141,6 +145,7 @@ def test_halves_that_arguments_do_not_know(source, tmp_path):
         ('spec', ['my.specs', 'layer'], 'a layer spec of its own'),
         ('transformer_impl', 'inference_optimized', 'expected local or transformer_engine'),
         ('num_experts', 5, 'no model.module.decoder.layers.0.mlp.experts.local_experts.4.'),
+        ('num_experts', None, '0 experts, of which it is none'),
     ],
 )
 def test_models_that_are_not_known(source, tmp_path, name, value, told):
@@ -174,6 +179,20 @@ def test_a_weight_that_is_not_its_main_parameter(twins, tmp_path):
     with pytest.raises(CheckpointError, match=f'taken for {key}'):
         convert_optimizer(source, tmp_path / 'out', to='fsdp_dtensor')
     assert not (tmp_path / 'out').exists() and tree(source) == before
+
+
+def test_without_optimizer_state(twins, source, tmp_path):
+    """Weights are the main parameters, as they are stored; and back."""
+    convert_optimizer(twins.fsdp, tmp_path / 'whole')
+    for prefix in (STATE, META):
+        rename(source, prefix, None)
+    convert_optimizer(source, tmp_path / 'out', verify=True)
+    whole, found = (read_all(tmp_path / name)[0] for name in ('whole', 'out'))
+    main = {parse_key(key).name: whole[key] for key in whole if parse_key(key).state == PARAM}
+    assert found.keys() == main.keys() and all(same(found[key], main[key]) for key in found)
+    convert_optimizer(tmp_path / 'out', tmp_path / 'back', to='fsdp_dtensor', verify=True)
+    other = [key for key in fsdp_differences(tmp_path / 'back', source) if 'rng_state' not in key]
+    assert other == []
 
 
 def test_command_line(twins, tmp_path, capsys):
