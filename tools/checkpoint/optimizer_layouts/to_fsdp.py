@@ -8,13 +8,16 @@ megatron-core's own rule, where groups differ in weight decay only.
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    PARAM,
+    parse_key,
+    state_key,
+)
 
 from ..common.directory import FSDP
 from ..common.errors import CheckpointError, shown
@@ -28,7 +31,6 @@ from .fsdp_checkpoint import STATES, STEP
 from .fsdp_names import Names, Place, names_of_model
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
 
-_STATE = re.compile(r'optimizer\.state\.([^.]+)\.(.+)')
 _COMMON = ('args', 'checkpoint_version', 'iteration', 'num_floating_point_operations_so_far')
 _SCHEDULER = 'opt_param_scheduler'
 # Where a step is in the state of each parameter, as torch's Adam has it.
@@ -122,19 +124,27 @@ def _weights_with_state(checkpoint: Checkpoint) -> set[str]:
     found: dict[str, set[str]] = defaultdict(set)
     where = checkpoint.directory
     for key in [*checkpoint.optimizer, *checkpoint.optimizer_objects]:
-        match = _STATE.fullmatch(key)
-        if match is None or match[1] not in (PARAM, *STATES) or key not in checkpoint.optimizer:
+        state, of = parse_key(key).state, parse_key(key).weight
+        if (
+            state not in (PARAM, *STATES)
+            or key != state_key(state, of)
+            or key not in checkpoint.optimizer
+        ):
             raise CheckpointError(
                 f'{where}: {key}: expected tensors optimizer.state.<state>.<weight> with '
                 f'{", ".join((PARAM, *STATES))} only'
             )
-        weight = checkpoint.weights.get(match[2])
+        weight = checkpoint.weights.get(of)
         if weight is None or weight.shape != checkpoint.optimizer[key].shape:
             raise CheckpointError(
                 f'{where}: {key} is {list(checkpoint.optimizer[key].shape)}, the weight '
                 f'{list(weight.shape) if weight else "is missing"}; the checkpoint is damaged'
             )
-        found[match[2]].add(match[1])
+        if checkpoint.optimizer[key].dtype != torch.float32:
+            raise CheckpointError(
+                f'{where}: {key}: {checkpoint.optimizer[key].dtype}, expected torch.float32'
+            )
+        found[of].add(state)
     for of, states in found.items():
         for state in (PARAM, *STATES):
             if state not in states:
