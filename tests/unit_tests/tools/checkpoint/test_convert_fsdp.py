@@ -15,12 +15,13 @@ from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tests.unit_tests.tools.checkpoint.fsdp_twins import (
     DDP,
     FSDP,
+    LEFT_OUT,
     SEVERAL_CONNECTIONS,
     fsdp_differences,
     make_fsdp_twins,
 )
 from tests.unit_tests.tools.checkpoint.handmade import tree
-from tests.unit_tests.tools.checkpoint.optimizer_twins import read_all, same
+from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, read_all, same
 from tests.unit_tests.tools.checkpoint.test_convert_optimizer import flip_bit, refused
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
@@ -67,6 +68,11 @@ def rename(root: Path, old: str, new: str | None) -> None:
                     metadata.storage_data[MetadataIndex(own, index.offset)] = place
 
     edit(root, change)
+
+
+def test_stacked_experts_are_those_of_the_twin(twins, tmp_path):
+    convert_optimizer(twins.fsdp, tmp_path / 'out')
+    assert differences(tmp_path / 'out', twins.torch_dist) == LEFT_OUT
 
 
 @pytest.mark.parametrize(
