@@ -13,8 +13,8 @@ from tests.unit_tests.tools.checkpoint.optimizer_twins import same
 from tools.checkpoint.common.paths import tracker_target
 
 STEPS = 3
-# The gradients' norm is summed in another order with Megatron-FSDP; without clipping nothing depends
-# on it, and the two runs are equal bit for bit.
+# Megatron-FSDP sums the gradients' norm in another order; without clipping nothing depends on it,
+# and the two runs are equal bit for bit.
 DISTRIBUTED = [
     *('--use-distributed-optimizer', '--no-gradient-accumulation-fusion'),
     *('--clip-grad', '0'),
