@@ -8,10 +8,12 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     FSDP_DTENSOR,
     GPT,
     HYBRID,
+    NORMS_IN_ATTENTION,
     LoadPlan,
     StoredCheckpoint,
     any_run,
     conversion_command,
+    has_norms_in_attention,
     needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
@@ -87,6 +89,8 @@ def gpt_into_hybrid(stored: StoredCheckpoint) -> Use:
     )
     if not plan_load(stored, without_attention, HYBRID).refusal:
         reason += f", or fewer '{attention}' with {REPLACE_ATTENTION}"
+    if has_norms_in_attention(layout):
+        reason += f'; {NORMS_IN_ATTENTION}'
     if layout.mtp_depths:
         reason += (
             f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'

@@ -65,11 +65,17 @@ class Assembler:
         if job.fill is not None:
             out.fill_(job.fill)
         for piece in job.pieces:
-            self._take(piece, out[piece.at : piece.at + piece.count])
+            self._read_into(out[piece.at : piece.at + piece.count], piece)
         if job.proof:
             self._prove(job, job.pieces, out)
         for copy in job.copies:
             self._compare(job, copy, out)
+
+    def read(self, stored: StoredChunk, key: str, start: int, count: int) -> torch.Tensor:
+        """Elements of a stored chunk, as they are stored."""
+        values = torch.empty(count, dtype=stored.dtype, device='cpu')
+        self._read(self._open(stored, key), start, values)
+        return values
 
     def is_weight(self, job: OutputChunk) -> bool:
         """Whether a main parameter's pieces are its weight."""
@@ -79,17 +85,16 @@ class Assembler:
             return False
         return True
 
-    def _take(self, piece: Piece, out: torch.Tensor) -> None:
-        """Read a piece, and cast what is stored in another dtype."""
-        source = self._open(piece.stored, piece.key)
-        if piece.stored.dtype == out.dtype:
+    def _read_into(self, out: torch.Tensor, piece: Piece) -> None:
+        source, dtype = self._open(piece.stored, piece.key), piece.stored.dtype
+        if dtype == out.dtype:
             self._read(source, piece.start, out)
             return
         for start in range(0, piece.count, BLOCK_ELEMENTS):
-            count = min(BLOCK_ELEMENTS, piece.count - start)
-            values = _view(self._block, piece.stored.dtype, count)
+            part = out[start : start + BLOCK_ELEMENTS]
+            values = _view(self._block, dtype, part.numel())
             self._read(source, piece.start + start, values)
-            out[start : start + count] = values
+            part.copy_(values)
 
     def _prove(self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor) -> None:
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
@@ -122,8 +127,9 @@ class Assembler:
             source = self._open(piece.stored, piece.key)
             for start in range(0, piece.count, BLOCK_ELEMENTS):
                 count = min(BLOCK_ELEMENTS, piece.count - start)
-                values = _view(self._other, piece.stored.dtype, count)
-                self._read(source, piece.start + start, values)
+                stored = _view(self._other, piece.stored.dtype, count)
+                self._read(source, piece.start + start, stored)
+                values = stored.to(out.dtype)
                 at = piece.at + start
                 same = as_bits(values) == as_bits(out[at : at + count])
                 if same.all():
