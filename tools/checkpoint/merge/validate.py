@@ -145,7 +145,7 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
         for key, tensor in plan.tensors.items()
         for box in tensor.boxes
     }
-    exact = {job.index: job.piece.length for job in plan.byte_entries}
+    exact = {job.index: job.length for job in plan.byte_entries}
     for index in (*smallest, *exact):
         info = storage.get(index)
         if (

@@ -59,8 +59,8 @@ def verify_share(
             on_bytes(job.source_bytes)
     for entry in share.byte_entries:
         path, piece = written(entry.index)
-        if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
-            raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
+        if read_bytes(path, piece) != entry.read():
+            raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
 
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:

@@ -39,7 +39,6 @@ from ..common.errors import CheckpointError
 from .accumulate import Stopped
 from .archive import Template, save_template, saved
 from .geometry import Box
-from .payload import read_bytes
 from .plan import ChunkJob, MergePlan, RankShare
 
 _SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
@@ -152,8 +151,8 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
             return self._batch(write_item.index)
         if write_item.type == WriteItemType.BYTE_IO:
             job = self._byte_jobs[write_item.index]
-            self._on_bytes(job.piece.length)
-            return _Bytes(read_bytes(job.path, job.piece))
+            self._on_bytes(job.length)
+            return _Bytes(job.read())
         chunk = self._jobs[write_item.index]
         return self._merged(chunk).view(chunk.box.sizes)
 
