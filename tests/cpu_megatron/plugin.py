@@ -4,11 +4,14 @@ Tests marked ``gpu`` start processes on a GPU; they are skipped where there is n
 """
 
 import gc
+import importlib.metadata
 import logging
+import platform
 
 import pytest
 
 import tests.cpu_megatron as cpu_megatron
+from megatron_overlay._finder import core_version
 from tests.cpu_megatron import facade
 
 cpu_megatron.install()
@@ -17,6 +20,14 @@ cpu_megatron.activate_overlay()
 # With a handler there already, megatron.training's basicConfig makes none: its would go on writing
 # to the stderr of the test that happened to import it.
 logging.getLogger().addHandler(logging.NullHandler())
+
+
+@pytest.fixture(scope='session', autouse=True)
+def environment(record_testsuite_property):
+    """Versions of what the tests ran with, for ``--junitxml``."""
+    record_testsuite_property('python', platform.python_version())
+    record_testsuite_property('torch', importlib.metadata.version('torch'))
+    record_testsuite_property('megatron-core', core_version()[0])
 
 
 def pytest_collection_finish():
