@@ -90,6 +90,13 @@ def test_gpt_with_optimizer(real):
     assert use(summary, uses.RESUME)[0]
 
 
+def test_versions_of_vendors_and_local_builds(real, monkeypatch):
+    told = str(inspect_checkpoint(real / 'gpt'))
+    for version in '2.8.0a0+34c6371d24.nv25.08', '2.9.1+cu128', '2.10.0.dev20250901':
+        monkeypatch.setattr(torch, '__version__', version)
+        assert str(inspect_checkpoint(real / 'gpt')) == told
+
+
 def test_optimizer_formats(real):
     summary = inspect_checkpoint(real / 'buckets')
     assert summary.optimizer.format == 'dp_reshardable'
