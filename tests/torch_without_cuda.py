@@ -51,11 +51,13 @@ def stand_in_for_cuda(directory: Path) -> None:
         if not name.startswith(('libcudart', 'libcupti', 'libcuda.so'))  # the last is the driver
     }
     asked = re.findall(r' U ((?:cu|nccl|nv)\w*)(?:@(\S+))?', output('nm', '-D', *own))
-    functions = {name: library for name, library in asked if library in {'', *named}}
-    nodes: dict[str, str] = {}
-    for name, library in sorted(functions.items()):
-        if library:
-            nodes[library] = nodes.get(library, '') + f'{name};'
+    functions = {
+        name: node for name, node in asked if not node.startswith(('libcudart', 'libcupti'))
+    }
+    nodes: dict[str, str] = {}  # versions of symbols
+    for name, node in sorted(functions.items()):
+        if node:
+            nodes[node] = nodes.get(node, '') + f'{name};'
     versions = directory / 'no_cuda.map'
     versions.write_text(
         ''.join(f'{node} {{ global: {names} }};\n' for node, names in nodes.items())
