@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
+from ..common.tensors import same_bits
 from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare, StoredChunk
 from .source import Slice
@@ -44,13 +45,13 @@ def verify_share(
 
     def written(index: MetadataIndex) -> tuple[Path, Slice]:
         info = storage[index]
-        return paths[info.relative_path], Slice(info.relative_path, info.offset, info.length)
+        return paths[info.relative_path], Slice.of(info)
 
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:
             path, piece = written(MetadataIndex(job.key, job.box.offsets))
             output = StoredChunk(path, piece, job.box, job.dtype)
-            if not _same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
+            if not same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
                 raise CheckpointError(
                     f'{path}: {job.key} at {job.box.offsets}: differs from the weighted sum of its '
                     'inputs; the output is not published'
@@ -64,13 +65,13 @@ def verify_share(
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:
     rounded = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
-    total = _assembled(job, job.stored[0], files).float() * rounded[0]
+    total = assembled(job, job.stored[0], files).float() * rounded[0]
     for stored, weight in zip(job.stored[1:], rounded[1:], strict=True):
-        total.add_(_assembled(job, stored, files).float(), alpha=weight)
+        total.add_(assembled(job, stored, files).float(), alpha=weight)
     return total.to(job.dtype)
 
 
-def _assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
+def assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
     """One source's elements of the output chunk, by slicing whole chunks."""
     result = torch.empty(job.box.sizes, dtype=stored[0].dtype, device='cpu')
     for part in stored:
@@ -103,10 +104,3 @@ def _loaded(key: str, part: StoredChunk, files: OpenFiles) -> torch.Tensor:
 
 def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of the bytes, so that NaN equals itself."""
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
+from ..common.tensors import same_bits
 from ..merge.payload import load_chunk, read_bytes
 from ..merge.plan import RankShare
 from ..merge.source import Slice
@@ -34,13 +35,13 @@ def verify_share(
 
     def written(index: MetadataIndex) -> tuple[Path, Slice]:
         info = storage[index]
-        return directory / info.relative_path, Slice(info.relative_path, info.offset, info.length)
+        return directory / info.relative_path, Slice.of(info)
 
     for job in share.chunks:
         assert isinstance(job, OutputChunk)
         path, piece = written(MetadataIndex(job.key, job.box.offsets))
         found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
-        if not _same_bits(found, _expected(job)):
+        if not same_bits(found, _expected(job)):
             raise CheckpointError(
                 f'{path}: {job.key} at {job.box.offsets}: differs from what the input stores; the '
                 'output is not published'
@@ -49,7 +50,7 @@ def verify_share(
             weight = load_chunk(
                 job.weight.path, job.weight.piece, job.weight_key, job.weight.dtype, job.box.sizes
             )
-            if not _same_bits(found.to(weight.dtype), weight):
+            if not same_bits(found.to(weight.dtype), weight):
                 raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: not its weight')
         on_bytes(job.source_bytes)
     for entry in share.byte_entries:
@@ -66,9 +67,3 @@ def _expected(job: OutputChunk) -> torch.Tensor:
         part = chunk.reshape(-1)[piece.start : piece.start + piece.count]
         result[piece.at : piece.at + piece.count] = part
     return result.view(job.box.sizes)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
