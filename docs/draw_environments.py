@@ -8,6 +8,7 @@ tests replaces a row, too.
 """
 
 from collections import Counter
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -22,17 +23,17 @@ RULE = '|---' * (5 + len(PARTS)) + '|'
 def main() -> None:
     """Write the table into the page."""
     before, _, rest = PAGE.read_text(encoding='utf-8').partition(f'{HEAD}\n{RULE}\n')
-    rows = [line for line in rest.partition('\n\n')[0].splitlines() if line]
-    after = rest.partition('\n\n')[2]
+    rows = list(takewhile(lambda line: line.startswith('|'), rest.splitlines()))
+    after = '\n'.join(rest.splitlines()[len(rows) :])
     table = {key(row): row for row in [*rows, *map(row, sorted(RESULTS.glob('.venv*.xml')))]}
     lines = [HEAD, RULE, *(table[each] for each in sorted(table))]
-    PAGE.write_text(f'{before}{"\n".join(lines)}\n\n{after}', encoding='utf-8')
+    PAGE.write_text(f'{before}{"\n".join(lines)}\n{after}\n', encoding='utf-8')
 
 
-def key(row: str) -> tuple[list[int], list[int]]:
+def key(row: str) -> tuple[tuple[int, ...], ...]:
     """Versions of torch and of megatron-core, to be sorted by."""
     torch, core = (cell.strip() for cell in row.split('|')[1:3])
-    return tuple([int(number) for number in version.split('.')] for version in (torch, core))
+    return tuple(tuple(map(int, version.split('.'))) for version in (torch, core))
 
 
 def row(results: Path) -> str:
