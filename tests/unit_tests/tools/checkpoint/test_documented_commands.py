@@ -31,6 +31,7 @@ RUN_ELSEWHERE = {
     ),
     'python -S': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.overlay.needs': 'tests/unit_tests/overlay/test_guard.py',
+    'python -m tests.upstream.guard': 'tests/unit_tests/overlay/test_guard.py',
     'pip uninstall': 'tests/unit_tests/overlay/test_overlay.py',
     'python -m tests.unit_tests.optimizer.facts': 'tests/unit_tests/optimizer/test_facts.py',
     'torchrun --nproc-per-node 2 -m tests.unit_tests.optimizer.facts': (
