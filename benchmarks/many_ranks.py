@@ -234,3 +234,268 @@ class Clock:
             'sent': self.sent,
             'memory': peak_memory() - self._before,
         }
+
+
+def merge(root: Path, ranks: int, clock: Clock) -> None:
+    """A merge of two inputs."""
+    from tools.checkpoint.merge import run
+    from tools.checkpoint.merge.inputs import explicit_inputs
+    from tools.checkpoint.merge.prepare import Request
+    from tools.checkpoint.merge.ranks import Ranks
+
+    inputs = explicit_inputs([root / 'one/iter_0000001', root / 'two/iter_0000001'], [0.5, 0.5])
+    request = Request(lambda: inputs, root / 'out', 1, dry_run=True, balance_rank_work=True)
+    prepared = clock('prepare', lambda: run.prepare(request, ranks))
+    orders = clock('orders', lambda: run._orders(prepared, Ranks(size=ranks)))
+    _write(root, prepared.plan, [clock.send('orders', one) for one in orders], clock)
+    clock('a rank', lambda: run._check_visible(orders[ranks // 2]))
+
+
+def conversion(root: Path, ranks: int, clock: Clock) -> None:
+    """An optimizer conversion, in as many ranks as saved."""
+    from tools.checkpoint.optimizer_layouts import run
+    from tools.checkpoint.optimizer_layouts.prepare import Request
+
+    request = Request(root / 'one/iter_0000001', root / 'out', dry_run=True)
+    prepared = clock('prepare', lambda: run.prepare(request, ranks))
+    orders = [run._Orders(share, prepared.target) for share in prepared.plan.shares]
+    _write(root, prepared.plan, [clock.send('orders', one) for one in orders], clock)
+    clock('a rank', lambda: run._check_visible(orders[ranks // 2].share))
+
+
+def _write(root: Path, plan, orders: list, clock: Clock) -> None:
+    """What is written besides tensors: plans of ranks, results, metadata, checks, proof."""
+    import threading
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    from tools.checkpoint.merge.places import stored_places
+    from tools.checkpoint.merge.validate import validate_output
+    from tools.checkpoint.merge.writer import MergePlanner, MergeWriter
+
+    staging = root / 'staging'
+    staging.mkdir()
+    results = []
+    for rank, order in enumerate(orders):
+
+        def plans(order=order):
+            planner = MergePlanner(order.share, None, object, threading.Event())
+            planner.finish_plan(SavePlan([]))
+            return planner
+
+        own = rank == len(orders) // 2
+        places = (clock('a rank', plans) if own else plans()).places
+        at = 0
+        for number, job in enumerate((*order.share.chunks, *order.share.byte_entries)):
+            places.lengths[number] = getattr(job, 'nbytes', 0) or job.piece.length
+            places.put(number, f'__{rank}_0.distcp', at)
+            at += places.lengths[number]
+        with open(staging / f'__{rank}_0.distcp', 'wb') as file:
+            file.truncate(at)
+        results.append([clock.send('results', places)])
+    planner = MergePlanner(orders[0].share, plan, object, threading.Event())
+    writer = MergeWriter(staging, root / 'out', 1, threading.Event())
+    writer._plan = plan
+    clock.send('plans', planner.create_global_plan([planner.create_local_plan()])[1])
+    clock('metadata', lambda: writer.finish(Metadata({}), results))
+    storage = clock('checks', lambda: validate_output(staging, plan))
+    clock.send('proof', clock('proof', lambda: stored_places(plan, storage))[len(orders) // 2])
+
+
+def load(root: Path, ranks: int, clock: Clock) -> None:
+    """The steps that a GPT checkpoint adds to a load, of weights, on rank 0 and on one rank."""
+    import torch
+    from megatron.core.dist_checkpointing import checkpoint_layout, gpt_checkpoint_interop
+    from megatron.core.dist_checkpointing import read_record, validation
+
+    directory = str(root / 'one/iter_0000001')
+    layout = clock('prepare', lambda: checkpoint_layout.read_checkpoint_layout(directory))
+    layout = clock.send('layout', layout)
+    state, pattern = _request_of_a_rank(layout, ranks), '*E' * layout.num_layers
+    interop = gpt_checkpoint_interop
+    maps = clock('a rank', lambda: interop.gpt_compatible_layer_maps(pattern, layout))
+    retarget = interop.retarget_sharded_state_dict_to_gpt_checkpoint
+    clock('a rank', lambda: retarget(state, maps))
+    needed = clock('a rank', lambda: checkpoint_layout.check_sources(state, layout))
+    own = clock('a rank', lambda: read_record._digests(needed))
+    # what each rank does with what all have sent
+    everyones = torch.arange(len(needed) * ranks)
+    clock('of all, a rank', lambda: torch.isin(own, everyones))
+    shards = list(state.values()) * ranks
+    clock('of all, a rank', lambda: validation.partial_state(shards))
+
+
+def _request_of_a_rank(layout, ranks: int) -> dict:
+    """Weights of a hybrid model: of the first stage and the first experts, and the last norm."""
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state, stages = {}, STAGES[ranks]
+    for key, shape in layout.sizes.items():
+        prefix, _, part = key.partition('decoder.layers.')
+        for layer in range(layout.num_layers // stages) if part else [0]:
+            hybrid = 2 * layer + ('self_attention' not in part)
+            name = f'decoder.layers.{hybrid}.{part}' if part else prefix
+            name = name.replace('final_layernorm', 'final_norm')
+            rest, experts = (shape[1:] if part else shape), 1
+            if 'experts' in part:
+                rest, experts = rest[1:], rest[0]
+            for expert in range(max(experts * stages // ranks, 1)):
+                of_expert = [(0, expert, experts)] if 'experts' in part else []
+                state[f'{name}:{expert}'] = ShardedTensor.from_rank_offsets(
+                    name, torch.empty(rest), *of_expert, prepend_axis_num=len(of_expert)
+                )
+    return state
+
+
+def inspector(root: Path, ranks: int, clock: Clock) -> None:
+    """The inspector's summary."""
+    from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
+
+    clock('prepare', lambda: inspect_checkpoint(root / 'one/iter_0000001'))
+
+
+def child(part: str, root: Path, ranks: int) -> dict:
+    """The figures of one part, in this process."""
+    if part == 'load':
+        import megatron_overlay
+
+        megatron_overlay.activate()
+        import megatron.core.dist_checkpointing
+    import tools.checkpoint.inspection.distributed
+    import tools.checkpoint.merge.run
+    import tools.checkpoint.optimizer_layouts.run  # noqa: F401
+
+    clock = Clock()
+    globals()[part](root, ranks, clock)
+    return clock.figures()
+
+
+def measure(part: str, ranks: int, chunks: int, directory: Path) -> dict:
+    """The figures of one part, in a process of its own, and the number of chunks there are."""
+    layers, experts = sizes(part, chunks)
+    with tempfile.TemporaryDirectory(prefix='many-ranks-', dir=directory) as root:
+        for name in ('one', 'two') if part == 'merge' else ('one',):
+            optimizer = part in ('conversion', 'inspector')
+            write_checkpoint(Path(root, name, 'iter_0000001'), ranks, layers, experts, optimizer)
+        done = subprocess.run(
+            [sys.executable, '-W', 'ignore', __file__, '--child', part, root, str(ranks)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    found = layers * (2 * experts + 5) + 3
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        'part': part,
+        'ranks': ranks,
+        'chunks': found * (4 if part == 'inspector' else 3 if part == 'conversion' else 1),
+    }
+
+
+def split(figures: dict) -> tuple[float, float]:
+    """Seconds of rank 0, which does what is of no rank alone, and of another rank."""
+    steps = figures['steps']
+    other = sum(seconds for step, seconds in steps.items() if 'a rank' in step)
+    return sum(steps.values()) - other, other
+
+
+def row(figures: dict) -> str:
+    """Of the table."""
+    chunks, (first, other) = figures['chunks'], split(figures)
+    return (
+        f'| {figures["part"]} | {figures["ranks"]} | {chunks} | {first:.2f} '
+        f'| {first / chunks * 1e6:.0f} | {other * 1e3:.1f} '
+        f'| {sum(figures["sent"].values()) / chunks:.0f} | {figures["memory"] / chunks:.0f} |'
+    )
+
+
+WIDTH, HEIGHT, GAP = 300, 220, 50
+COLOURS = {1: '#4c78a8', 8: '#72b7b2', 64: '#f58518', 1024: '#e45756'}
+TIMES = 1e-4, 1e3  # s
+CHUNKS = 1e3, 1e7
+
+
+def draw(found: list[dict]) -> str:
+    """Growth as SVG: a panel for each part, both axes logarithmic."""
+    parts = [part for part in PARTS if any(figures['part'] == part for figures in found)]
+    width, height = 2 * (WIDTH + GAP) + GAP, -(-len(parts) // 2) * (HEIGHT + 2 * GAP) + GAP
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for number, part in enumerate(parts):
+        left, top = GAP + number % 2 * (WIDTH + GAP), GAP + number // 2 * (HEIGHT + 2 * GAP)
+        lines += panel(part, [f for f in found if f['part'] == part], left, top)
+    text = 'line: rank 0; dashed: another rank; grey: twice the time for twice the chunks. Ranks:'
+    lines.append(f'<text x="{GAP}" y="{height - 20}">{text}</text>')
+    for number, ranks in enumerate(sorted({figures['ranks'] for figures in found})):
+        at = GAP + 470 + 50 * number
+        lines.append(f'<text x="{at}" y="{height - 20}" fill="{COLOURS[ranks]}">{ranks}</text>')
+    return '\n'.join([*lines, '</svg>']) + '\n'
+
+
+def panel(part: str, found: list[dict], left: int, top: int) -> Iterator[str]:
+    """One part: processor time by number of chunks."""
+
+    def at(chunks: float, seconds: float) -> str:
+        x, y = (
+            math.log(value / low) / math.log(high / low)
+            for value, (low, high) in ((chunks, CHUNKS), (max(seconds, TIMES[0]), TIMES))
+        )
+        return f'{left + WIDTH * x:.1f},{top + HEIGHT * (1 - y):.1f}'
+
+    def line(points: list[tuple[float, float]], style: str) -> str:
+        return f'<polyline points="{" ".join(at(*p) for p in points)}" fill="none" {style}/>'
+
+    yield f'<text x="{left}" y="{top - 8}" font-weight="bold">{part}, s</text>'
+    yield f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#333"/>'
+    for power in range(-4, 4):
+        x, y = at(CHUNKS[0], 10.0**power).split(',')
+        yield f'<text x="{float(x) - 4}" y="{float(y) + 4}" text-anchor="end">1e{power}</text>'
+        yield line([(CHUNKS[0], 10.0**power), (CHUNKS[1], 10.0**power)], 'stroke="#eee"')
+    for power in range(3, 8):
+        x, y = at(10.0**power, TIMES[0]).split(',')
+        yield f'<text x="{x}" y="{float(y) + 14}" text-anchor="middle">1e{power}</text>'
+    yield f'<text x="{left + WIDTH}" y="{top + HEIGHT + 28}" text-anchor="end">chunks</text>'
+    yield line([(CHUNKS[0], 0.01), (CHUNKS[1], 100)], 'stroke="#bbb"')
+    for ranks in sorted({figures['ranks'] for figures in found}):
+        own = sorted((f for f in found if f['ranks'] == ranks), key=lambda f: f['chunks'])
+        for which, dashes in ((0, ''), (1, 'stroke-dasharray="5 4"')):
+            points = [(f['chunks'], split(f)[which]) for f in own if split(f)[which]]
+            yield line(points, f'stroke="{COLOURS[ranks]}" stroke-width="2" {dashes}')
+
+
+def main() -> None:
+    """Print the table, and draw it."""
+    if sys.argv[1:2] == ['--child']:
+        part, root, ranks = sys.argv[2:]
+        print(json.dumps(child(part, Path(root), int(ranks))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--only', nargs='+', choices=PARTS, default=PARTS)
+    parser.add_argument('--ranks', nargs='+', type=int, choices=STAGES, default=[1, 64, 1024])
+    parser.add_argument('--chunks', nargs='+', type=int, default=[10_000, 100_000, 1_000_000])
+    parser.add_argument('--dir', type=Path, default=Path('/dev/shm'), help='for metadata')
+    parser.add_argument('--figures', type=Path, help='keep them here, and draw what is there, too')
+    args = parser.parse_args()
+    found = []
+    if args.figures and args.figures.exists():
+        found = [json.loads(line) for line in args.figures.read_text().splitlines()]
+    print(
+        '| work | ranks | chunks | rank 0, s | µs a chunk | another rank, ms | sent, bytes a chunk '
+        '| memory, bytes a chunk |\n|---|---|---|---|---|---|---|---|'
+    )
+    for part in args.only:
+        for chunks in args.chunks:
+            for ranks in args.ranks:
+                found.append(measure(part, ranks, chunks, args.dir))
+                print(row(found[-1]), flush=True)
+                if args.figures:
+                    args.figures.write_text('\n'.join(map(json.dumps, found)) + '\n')
+    Path(__file__).with_suffix('.svg').write_text(draw(found))
+
+
+if __name__ == '__main__':
+    main()

@@ -433,6 +433,7 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             '_asks_for_others': ['sharded_state_dict', 'name', 'keys'],
+            '_is_asked_for': ['name', 'load', 'sharded_state_dict', 'args'],
             '_kind': ['chunks'],
             '_load_base_checkpoint': [
                 'load_dir',

@@ -44,7 +44,7 @@ def publish_together[R: _Result](
         publication = ranks.agree(
             lambda: stack.enter_context(Publication([target], trackers)), root_only=True
         )
-        staging = ranks.scatter([publication.path(target)] * ranks.size if publication else None)
+        staging = ranks.broadcast(publication.path(target) if publication else None)
         ranks.agree(lambda: _check_staging(staging))
         result = fill(staging)
         started = perf_counter()
@@ -58,7 +58,7 @@ def publish_together[R: _Result](
 
         try:
             result = ranks.agree(commit, root_only=True)
-            return ranks.scatter([result] * ranks.size if result else None)
+            return ranks.broadcast(result)
         except RankLost as error:
             if publication is not None and publication.committed and result is not None:
                 return result

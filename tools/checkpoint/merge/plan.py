@@ -43,6 +43,11 @@ class ChunkJob:
     stored: tuple[tuple[StoredChunk, ...], ...]
 
     @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key, self.box.offsets)
+
+    @property
     def nbytes(self) -> int:
         """Size of the output chunk in bytes."""
         return self.box.numel * self.dtype.itemsize

@@ -19,6 +19,7 @@ from .accumulate import ChunkMerger
 from .collective import publish_together, save_on_ranks
 from .common_state import output_common_state, save_common_state
 from .integrity import verify_manifests, write_manifest
+from .places import Places, stored_places
 from .plan import RankShare
 from .prepare import MAX_THREADS, Prepared, Request, prepare
 from .ranks import Ranks, joined_ranks
@@ -50,21 +51,16 @@ def run_merge(request: Request) -> MergeResult:
     with joined_ranks() as ranks:
         prepared = ranks.agree(lambda: prepare(request, ranks.size), root_only=True)
         if request.verify:
-            _verify_inputs(prepared, ranks)
+            verify_manifests(prepared.inputs.directories if prepared else None, ranks)
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
         orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
         ranks.agree(lambda: _check_visible(orders))
         if request.dry_run:
-            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
+            return ranks.broadcast(prepared.result if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
     return result
-
-
-def _verify_inputs(prepared: Prepared | None, ranks: Ranks) -> None:
-    directories = ranks.scatter([prepared.inputs.directories] * ranks.size if prepared else None)
-    verify_manifests(directories, ranks)
 
 
 def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
@@ -145,32 +141,40 @@ def _fill(
         writer = MergeWriter(staging, orders.target, threads, stop)
         ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
         publish.step('written')
-        ranks.agree(lambda: _complete(prepared, staging), root_only=True)
+        places = ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
         publish.step('completed')
         written = perf_counter()
         if request.verify:
-            ranks.agree(lambda: verify_share(staging, orders.share, orders.weights, bar.update))
+            own = ranks.scatter(places)
+            ranks.agree(
+                lambda: verify_share(staging, orders.share, own, orders.weights, bar.update)
+            )
     if request.save_integrity:
         write_manifest(staging, ranks)
     figures = ranks.gather(
         _figures(request, ranks, planner, orders, staging, written - started, memory)
     )
-    if prepared is None:
+    if prepared is None or figures is None:
         return None
     _summarise(prepared.result, figures)
     prepared.result.timings.verify = perf_counter() - written
     return prepared.result
 
 
-def _complete(prepared: Prepared | None, staging: Path) -> None:
-    """Common state and format of the output, then its metadata against the plan."""
+def _complete(request: Request, prepared: Prepared | None, staging: Path) -> list[Places] | None:
+    """Common state and format of the output, then its metadata against the plan.
+
+    Returns:
+        for ``--verify``, by rank, where the metadata on disk says that entries are stored
+    """
     assert prepared is not None
     save_common_state(
         output_common_state(prepared.common, prepared.provenance, prepared.output_iteration),
         staging,
     )
     (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
-    validate_output(staging, prepared.plan)
+    storage = validate_output(staging, prepared.plan)
+    return stored_places(prepared.plan, storage) if request.verify else None
 
 
 @dataclass

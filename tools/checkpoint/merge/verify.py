@@ -6,14 +6,13 @@ of the merge's block-wise reading or arithmetic is used.
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
 from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare, StoredChunk
@@ -25,6 +24,7 @@ _OPEN_FILES = 64
 def verify_share(
     directory: Path,
     share: RankShare,
+    places: Iterable[_StorageInfo],
     weights: Sequence[float],
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
@@ -33,22 +33,20 @@ def verify_share(
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
+        places: where each of them is stored
         weights: one for each source
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    storage = load_dcp_metadata(directory).storage_data
-    paths = {info.relative_path: directory / info.relative_path for info in storage.values()}
-
-    def written(index: MetadataIndex) -> tuple[Path, Slice]:
-        info = storage[index]
-        return paths[info.relative_path], Slice(info.relative_path, info.offset, info.length)
-
+    written = (
+        (directory / place.relative_path, Slice(place.relative_path, place.offset, place.length))
+        for place in places
+    )
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:
-            path, piece = written(MetadataIndex(job.key, job.box.offsets))
+            path, piece = next(written)
             output = StoredChunk(path, piece, job.box, job.dtype)
             if not _same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
                 raise CheckpointError(
@@ -56,8 +54,7 @@ def verify_share(
                     'inputs; the output is not published'
                 )
             on_bytes(job.source_bytes)
-    for entry in share.byte_entries:
-        path, piece = written(entry.index)
+    for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
         if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
             raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
 

@@ -54,6 +54,13 @@ class Checkpoint:
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
+    _files: dict[str, Path] = field(default_factory=dict, repr=False)
+
+    def file(self, piece: Slice) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if piece.file not in self._files:
+            self._files[piece.file] = self.directory / piece.file
+        return self._files[piece.file]
 
     @property
     def args(self) -> object:

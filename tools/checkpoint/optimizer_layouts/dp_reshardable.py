@@ -19,7 +19,7 @@ from .assemble import Assembler
 from .buckets import Buffer, read_buffers
 from .checkpoint import Checkpoint
 from .order import Order, possible_orders
-from .parameters import Model, Part, read_model
+from .parameters import Model, Parameter, Part, read_model
 from .plan import PARAM, OptimizerPlan, OutputChunk, Piece, Position, output_chunks, state_key
 from .settings import is_of_experts, read_settings
 from .stages import Chunks, Placed, fit_buffers, fit_chunks, split
@@ -202,18 +202,18 @@ def _fit_experts(
             f'multiple of {len(stages)} pipeline stages and {tensor} tensor-parallel ranks'
         )
     local = number // expert_size
+    of_rank: dict[tuple[str, int, int], list[tuple[int, Parameter]]] = defaultdict(list)
+    for place, parameter in enumerate(experts):
+        rank = parameter.expert // local
+        of_rank[parameter.block, parameter.layer, rank].append((place, parameter))
     positions: Positions = {}
     for group in groups:
         expert_rank, stage = group // tensor % expert_size, group // (tensor * expert_size)
         left, placed = list(buffers[chain, group]), []
         for chunk in stages[stage]:
             of_chunk = {(p.parameter.block, p.parameter.layer) for p in chunk}
-            own = [
-                parameter
-                for parameter in experts
-                if (parameter.block, parameter.layer) in of_chunk
-                and parameter.expert // local == expert_rank
-            ]
+            found = [pair for layer in of_chunk for pair in of_rank.get((*layer, expert_rank), ())]
+            own = [parameter for _, parameter in sorted(found)]
             if not own:
                 continue
             used = len({parameter.dtype for parameter in own})

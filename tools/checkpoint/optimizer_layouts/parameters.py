@@ -100,7 +100,7 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     Raises:
         CheckpointError: chunks that no known way of splitting a parameter makes
     """
-    buffers = [key for key in checkpoint.weights if _BUFFER.fullmatch(key)]
+    buffers = dict.fromkeys(key for key in checkpoint.weights if _BUFFER.fullmatch(key))
     units: dict[tuple[str, int, int, str], dict[str, list[Part]]] = defaultdict(dict)
     dtypes: dict[tuple[str, int, int, str], torch.dtype] = {}
     for key, entry in checkpoint.weights.items():
@@ -119,7 +119,7 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     for unit, parts in units.items():
         ranks = _ranks(checkpoint, unit, parts, size if unit[2] < 0 else expert_size)
         parameters.append(Parameter(*unit, dtypes[unit], ranks))
-    return Model(parameters, buffers, size, expert_size)
+    return Model(parameters, list(buffers), size, expert_size)
 
 
 def _is_plain_expert(unit: tuple[str, int, int, str]) -> bool:

@@ -129,7 +129,7 @@ def state_key(state: str, weight: str) -> str:
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
     """A chunk of a stored tensor as a plan refers to it."""
     piece = entry.chunks[box]
-    return StoredChunk(checkpoint.directory / piece.file, piece, box, entry.dtype)
+    return StoredChunk(checkpoint.file(piece), piece, box, entry.dtype)
 
 
 def output_chunks(
@@ -178,7 +178,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
             plan.copied_tensors[key] = OutputTensor(entry.shape, entry.dtype, tuple(entry.chunks))
         plan.byte_entries += [
-            BytesJob(key, checkpoint.directory / piece.file, piece, offsets)
+            BytesJob(key, checkpoint.file(piece), piece, offsets)
             for offsets, piece in chunks.items()
         ]
     plan.shares = _shares(optimizer.chunks, plan.byte_entries, world_size)

@@ -16,6 +16,7 @@ from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.stored import check_file
 from ..merge.collective import publish_together, save_on_ranks
 from ..merge.common_state import save_common_state
+from ..merge.places import Places, stored_places
 from ..merge.plan import RankShare
 from ..merge.prepare import MAX_THREADS
 from ..merge.ranks import Ranks, joined_ranks
@@ -51,7 +52,7 @@ def run_conversion(request: Request) -> ConversionResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        result = ranks.scatter([prepared.result] * ranks.size if prepared else None)
+        result = ranks.broadcast(prepared.result if prepared else None)
         if result.already:
             return result
         orders = ranks.scatter(
@@ -114,28 +115,34 @@ def _fill(
         writer = MergeWriter(staging, orders.target, threads, stop)
         ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
         publish.step('written')
-        ranks.agree(lambda: _complete(prepared, staging), root_only=True)
+        places = ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
         publish.step('completed')
         written = perf_counter()
         if request.verify:
-            ranks.agree(lambda: verify_share(staging, orders.share, bar.update))
+            own = ranks.scatter(places)
+            ranks.agree(lambda: verify_share(staging, orders.share, own, bar.update))
     figures = ranks.gather(_figures(planner.mergers, orders.share, written - started, memory))
-    if prepared is None:
+    if prepared is None or figures is None:
         return None
     _summarise(prepared.result, figures)
     prepared.result.timings.verify = perf_counter() - written
     return prepared.result
 
 
-def _complete(prepared: Prepared | None, staging: Path) -> None:
-    """Common state and format of the output, then its metadata against the plan."""
+def _complete(request: Request, prepared: Prepared | None, staging: Path) -> list[Places] | None:
+    """Common state and format of the output, then its metadata against the plan.
+
+    Returns:
+        for ``--verify``, by rank, where the metadata on disk says that entries are stored
+    """
     assert prepared is not None and prepared.plan is not None
     save_common_state(
         converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings),
         staging,
     )
     (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
-    validate_output(staging, prepared.plan)
+    storage = validate_output(staging, prepared.plan)
+    return stored_places(prepared.plan, storage) if request.verify else None
 
 
 @dataclass
