@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.cpu_megatron.torchrun import free_port
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer
 from tools.checkpoint.merge import accumulate
 from tools.checkpoint.weighted_merge import (
     merge_same_layout_dcp_metadata_checkpoints as merge,
@@ -99,6 +100,12 @@ def merges(rank: int, inputs: list[Path], weights: list[float], root: Path) -> l
         outcome.append((result.bytes_read, result.rank_bytes, result.bytes_written))
     assert not torch.cuda.is_initialized()
     return outcome
+
+
+def converts(rank: int, source: Path, target: Path) -> object:
+    """An optimizer conversion: what was read, what was proven, and who read how much."""
+    result = convert_optimizer(source, target, verify=True)
+    return result.bytes_read, result.proven, result.rank_bytes
 
 
 def merge_in_existing_groups(
