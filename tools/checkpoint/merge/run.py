@@ -169,7 +169,7 @@ def _complete(request: Request, prepared: Prepared | None, staging: Path) -> lis
     """
     assert prepared is not None
     save_common_state(
-        output_common_state(prepared.common, prepared.provenance, prepared.output_iteration),
+        output_common_state(prepared.common, prepared.provenance(), prepared.output_iteration),
         staging,
     )
     (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path, natural
-from ..common.quiet import missing_packages
+from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
+    import_quickly('torch.distributed.checkpoint')
     from ..common.errors import CheckpointError
     from ..common.publish import Interrupted
     from ..merge.ranks import RankLost
