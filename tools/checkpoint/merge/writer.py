@@ -42,7 +42,8 @@ from .places import Places, output_metadata
 from .plan import BytesJob, ChunkJob, MergePlan, RankShare
 
 _SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
-_BATCH = 1 << 20  # bytes of small chunks that are written at once
+_BATCH = 1 << 20  # bytes of small chunks' archives that are written at once
+_AROUND = 1200  # bytes of an archive besides the elements, about
 
 
 class _Bytes(io.BytesIO):
@@ -341,7 +342,7 @@ def _batches(share: RankShare) -> dict[MetadataIndex, Sequence[int]]:
                 batches.append(array('L'))
                 size = 0
             batches[-1].append(number)
-            size += job.nbytes
+            size += job.nbytes + _AROUND
     return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(batches)}
 
 

@@ -126,7 +126,7 @@ def test_no_template_where_one_record_lies_in_another():
 @pytest.mark.parametrize('threads', [1, 3])
 def test_small_and_large_chunks_in_many_batches(tmp_path, monkeypatch, threads):
     """Their metadata says tensors, and each file holds them one after the other."""
-    monkeypatch.setattr(writer, '_BATCH', 300)
+    monkeypatch.setattr(writer, '_BATCH', 3000)
     monkeypatch.setattr(writer, '_SMALL', 200)
     shapes = [(1,), (3,), (4, 10), (50,), (51,), (7, 40), (100,)]
     models = [
