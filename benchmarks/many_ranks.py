@@ -116,7 +116,7 @@ def _write(root: Path, plan, orders: list, clock: Clock) -> None:
         own = rank == len(orders) // 2
         places = (clock('a rank', plans) if own else plans()).places
         at = 0
-        for number, job in enumerate((*order.share.chunks, *order.share.byte_entries)):
+        for number, job in enumerate(order.share.entries):
             places.lengths[number] = getattr(job, 'nbytes', 0) or job.piece.length
             places.put(number, f'__{rank}_0.distcp', at)
             at += places.lengths[number]

@@ -77,8 +77,9 @@ def stored_places(plan: MergePlan, storage: Mapping[MetadataIndex, _StorageInfo]
     """For each rank the places of its share's entries, as metadata tells them."""
     found = []
     for share in plan.shares:
-        places = Places(len(share.chunks) + len(share.byte_entries))
-        for number, job in enumerate((*share.chunks, *share.byte_entries)):
+        entries = share.entries
+        places = Places(len(entries))
+        for number, job in enumerate(entries):
             info = storage[job.index]
             places.put(number, info.relative_path, info.offset)
             places.lengths[number] = info.length
@@ -115,6 +116,6 @@ def output_metadata(
     results = (
         WriteResult(index(job), place.length, place)
         for share, own in zip(plan.shares, places, strict=True)
-        for job, place in zip((*share.chunks, *share.byte_entries), own, strict=True)
+        for job, place in zip(share.entries, own, strict=True)
     )
     return metadata, map(list, batched(results, _AT_ONCE))

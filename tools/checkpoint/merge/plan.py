@@ -85,6 +85,11 @@ class RankShare:
     byte_entries: tuple[BytesJob, ...]
 
     @property
+    def entries(self) -> tuple[ChunkJob | BytesJob, ...]:
+        """All of it; what is written of it goes by this order."""
+        return (*self.chunks, *self.byte_entries)
+
+    @property
     def source_bytes(self) -> int:
         """Bytes this rank reads."""
         return sum(job.source_bytes for job in self.chunks) + sum(
@@ -230,7 +235,9 @@ def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[St
         piece = entry.chunks[box]
         return StoredChunk(source.file(piece.file), piece, box, entry.dtype)
 
-    found = {box: (chunk(box),) for box in output.chunks if box in entry.chunks}
+    found: dict[Box, tuple[StoredChunk, ...]] = {
+        box: (chunk(box),) for box in output.chunks if box in entry.chunks
+    }
     others = [box for box in output.chunks if box not in found]
     found |= {box: (chunk(next(iter(entry.chunks))),) for box in others if not box.numel}
     for group in apart([box for box in (*others, *entry.chunks) if box.numel] if others else []):

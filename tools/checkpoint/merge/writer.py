@@ -101,7 +101,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         self._new_merger = new_merger
         self._stop = stop
         self._on_bytes = on_bytes
-        self._entries = (*share.chunks, *share.byte_entries)
+        self._entries = share.entries
         self._batches = _batches(share)
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
