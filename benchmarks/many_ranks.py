@@ -88,48 +88,51 @@ def merge(root: Path, ranks: int, clock: Clock) -> None:
     )
     prepared = clock('prepare', lambda: merge_prepare.prepare(request, ranks))
     orders = clock('orders', lambda: merge_run._orders(prepared, Ranks(size=ranks)))
-    _write(root, prepared.plan, [clock.send('orders', one) for one in orders], clock)
+    sent = [clock.send('orders', one) for one in orders]
+    _write(root, prepared.plan, [one.share for one in sent], clock)
     clock('a rank', lambda: merge_run._check_visible(orders[ranks // 2]))
 
 
 def conversion(root: Path, ranks: int, clock: Clock) -> None:
     """An optimizer conversion, in as many ranks as saved."""
-    request = conversion_prepare.Request(root / 'one/iter_0000001', root / 'out', dry_run=True)
+    request = conversion_prepare.ConversionRequest(
+        root / 'one/iter_0000001', root / 'out', dry_run=True
+    )
     prepared = clock('prepare', lambda: conversion_prepare.prepare(request, ranks))
-    orders = [conversion_run._Orders(share, prepared.target) for share in prepared.plan.shares]
-    _write(root, prepared.plan, [clock.send('orders', one) for one in orders], clock)
-    clock('a rank', lambda: conversion_run._check_visible(orders[ranks // 2].share))
+    shares = [clock.send('orders', share) for share in prepared.plan.shares]
+    _write(root, prepared.plan, shares, clock)
+    clock('a rank', lambda: conversion_run._check_visible(shares[ranks // 2]))
 
 
-def _write(root: Path, plan, orders: list, clock: Clock) -> None:
+def _write(root: Path, plan, shares: list, clock: Clock) -> None:
     """What is written besides tensors: plans of ranks, results, metadata, checks, proof."""
     staging = root / 'staging'
     staging.mkdir()
     results = []
-    for rank, order in enumerate(orders):
+    for rank, share in enumerate(shares):
 
-        def plans(order=order):
-            planner = MergePlanner(order.share, None, object, threading.Event())
+        def plans(share=share):
+            planner = MergePlanner(share, None, object, threading.Event())
             planner.finish_plan(SavePlan([]))
             return planner
 
-        own = rank == len(orders) // 2
+        own = rank == len(shares) // 2
         places = (clock('a rank', plans) if own else plans()).places
         at = 0
-        for number, job in enumerate(order.share.entries):
+        for number, job in enumerate(share.entries):
             places.lengths[number] = getattr(job, 'nbytes', 0) or job.piece.length
             places.put(number, f'__{rank}_0.distcp', at)
             at += places.lengths[number]
         with open(staging / f'__{rank}_0.distcp', 'wb') as file:
             file.truncate(at)
         results.append([clock.send('results', places)])
-    planner = MergePlanner(orders[0].share, plan, object, threading.Event())
+    planner = MergePlanner(shares[0], plan, object, threading.Event())
     writer = MergeWriter(staging, root / 'out', 1, threading.Event())
     writer._plan = plan
     clock.send('plans', planner.create_global_plan([planner.create_local_plan()])[1])
     clock('metadata', lambda: writer.finish(Metadata({}), results))
     storage = clock('checks', lambda: validate_output(staging, plan))
-    clock.send('proof', clock('proof', lambda: stored_places(plan, storage))[len(orders) // 2])
+    clock.send('proof', clock('proof', lambda: stored_places(plan, storage))[len(shares) // 2])
 
 
 def load(root: Path, ranks: int, clock: Clock) -> None:

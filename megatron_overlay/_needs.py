@@ -10,9 +10,15 @@ Written by ``python -m tests.unit_tests.overlay.needs`` from the modules themsel
 """
 
 NEEDS: dict[str, dict] = {
+    'megatron.core.dist_checkpointing.checkpoint_keys': {
+        'extends': False,
+        'overlay': [],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.checkpoint_layout': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.key_arguments',
             'megatron.core.dist_checkpointing.read_record',
         ],
@@ -28,13 +34,13 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.explicit_names': {
         'extends': False,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
         'names': {},
     },
     'megatron.core.dist_checkpointing.gpt_checkpoint_interop': {
         'extends': False,
         'overlay': [
-            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.explicit_names',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.key_arguments',
@@ -54,6 +60,7 @@ NEEDS: dict[str, dict] = {
     'megatron.core.dist_checkpointing.gpt_layer_maps': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.pattern_symbols',
         ],
@@ -62,6 +69,7 @@ NEEDS: dict[str, dict] = {
     'megatron.core.dist_checkpointing.hybrid_checkpoint_interop': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
@@ -82,7 +90,7 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.key_arguments': {
         'extends': False,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
         'names': {},
     },
     'megatron.core.dist_checkpointing.layer_axis': {
@@ -100,12 +108,13 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.leaked_state': {
         'extends': False,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
         'names': {},
     },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
@@ -118,6 +127,7 @@ NEEDS: dict[str, dict] = {
     'megatron.core.dist_checkpointing.mamba_from_attention': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_layer_maps',
             'megatron.core.dist_checkpointing.pattern_symbols',
@@ -177,12 +187,12 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.unstored_state': {
         'extends': False,
-        'overlay': [],
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
         'names': {},
     },
     'megatron.core.dist_checkpointing.validation': {
         'extends': True,
-        'overlay': ['megatron.core.dist_checkpointing.key_arguments'],
+        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
         'names': {
             'megatron.core.dist_checkpointing.core': ['CheckpointingException'],
             'megatron.core.dist_checkpointing.mapping': ['ShardedTensor'],
@@ -192,7 +202,6 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             '_described': ['weight', 'places'],
-            '_has_layer_number': ['weight'],
             'partial_state': ['shards'],
             'reading_parts': ['is_partly_read'],
             'validate_sharding_integrity': ['global_metadata', 'common_state_dict='],
@@ -394,6 +403,7 @@ NEEDS: dict[str, dict] = {
     'megatron.training.checkpointing': {
         'extends': True,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
@@ -473,6 +483,7 @@ NEEDS: dict[str, dict] = {
     'megatron.training.gpt_hybrid_load': {
         'extends': False,
         'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.load_plan',
             'megatron.training.group_schedules',
         ],

@@ -8,7 +8,6 @@ for hybrid checkpoints in GPT runs, the steps are added around the functions tha
 
 import copy
 import functools
-import re
 import types
 from collections.abc import Set
 from contextlib import ExitStack
@@ -16,6 +15,11 @@ from functools import partial
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.checkpoint_keys import (
+    OPTIMIZER,
+    is_model_part,
+    is_optimizer_state,
+)
 from megatron.core.dist_checkpointing.checkpoint_layout import (
     check_sources,
     layout_from_keys,
@@ -50,7 +54,6 @@ from megatron.core.dist_checkpointing.read_record import (
 )
 from megatron.core.dist_checkpointing.saved_arguments import saved_pattern
 from megatron.core.dist_checkpointing.unstored_state import (
-    OPTIMIZER,
     saved_without_optimizer,
     unstored_reason,
     unstored_state,
@@ -80,7 +83,6 @@ unwrap_model = upstream.unwrap_model
 default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
 
 _UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
-_MODEL_RE, _OPTIMIZER_RE = re.compile(r'model\d*'), re.compile(r'optimizer\d*')
 
 _DEFAULT_STRICTNESS = 'assume_ok_unexpected'
 
@@ -220,7 +222,7 @@ def _asks_for_others(sharded_state_dict: dict | None, name: str, keys: Set[str])
 
 def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> None:
     """Layers of the other kind of model have the same names, and other weights."""
-    keys = {key for name, chunk in state_dict.items() if _MODEL_RE.fullmatch(name) for key in chunk}
+    keys = {key for name, chunk in state_dict.items() if is_model_part(name) for key in chunk}
     source = layout_from_keys(dict.fromkeys(keys, ())).family
     if source == OTHER and saved_pattern(state_dict.get('args') or types.SimpleNamespace()):
         source = HYBRID  # of which this rank has no telling layer
@@ -263,12 +265,12 @@ def _point_at_checkpoint(
     parts = {
         key: part
         for key, part in sharded_state_dict.items()
-        if _MODEL_RE.fullmatch(key) or (load.plan.load_optim and _OPTIMIZER_RE.fullmatch(key))
+        if is_model_part(key) or (load.plan.load_optim and is_optimizer_state(key))
     }
     if load.retarget is not None:
         for part in parts.values():
             load.retarget(part, layer_maps)
-    zero_moments_of_fresh_layers([part for key, part in parts.items() if 'optimizer' in key])
+    zero_moments_of_fresh_layers([part for key, part in parts.items() if is_optimizer_state(key)])
     if load.stored is None or load.stored.layout is None:
         return {}
     return check_sources(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.checkpoint_keys import is_extra_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
@@ -83,7 +84,7 @@ def _strict_loader(module):
             differing = [
                 key
                 for key in sorted(expected.symmetric_difference(state_dict))
-                if not key.endswith('_extra_state')
+                if not is_extra_state(key)
             ]
             if differing:
                 where = 'missing from' if differing[0] in expected else 'only in'

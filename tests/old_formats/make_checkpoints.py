@@ -100,7 +100,6 @@ def _make(name: str, case: Case, megatron_lm: Path, work: Path) -> dict:
             archive.add(path, path.relative_to(saved))
     return {
         'steps': [json.loads(line) for line in log.read_text().splitlines()],
-        'weights': digests(read_tensors(str(saved / 'iter_0000004')), optimizer=False),
         'optimizer': _by_core(megatron_lm, case, saved, work),
     }
 
@@ -113,7 +112,7 @@ def _by_core(megatron_lm: Path, case: Case, saved: Path, work: Path) -> dict[str
     # without Transformer Engine and with torch's Adam it can't load optimizer state
     environment = {'CPU_MEGATRON_OPTIMIZER': 'fused_adam'}
     _train(megatron_lm, case, _LAST_TO_READ, work / 'log', arguments, work, environment)
-    return digests(read_tensors(str(twin / 'iter_0000002')), optimizer=True)
+    return digests(read_tensors(str(twin / 'iter_0000002')))
 
 
 def _train(

@@ -54,11 +54,11 @@ def convert_optimizer(
         CheckpointError: (a ``ValueError``) anything wrong with the input, the files or the other
             ranks; nothing is published then
     """
-    from .optimizer_layouts.prepare import Request
+    from .optimizer_layouts.prepare import ConversionRequest
     from .optimizer_layouts.run import run_conversion
 
     return run_conversion(
-        Request(
+        ConversionRequest(
             load_dir=Path(load_dir),
             save_dir=Path(save_dir),
             iteration=iteration,

@@ -8,8 +8,7 @@ forms: ``TransformerBlock`` and ``HybridStack`` in their ``sharded_state_dict``,
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +16,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_overlay.errors import CheckpointingException
 
-from .key_arguments import OPTIMIZER_KEY_RE, arguments_behind
+from .checkpoint_keys import (
+    DECODER,
+    MTP,
+    MTP_PREFIX,
+    WEIGHT_PREFIXES,
+    Key,
+    is_extra_state,
+    is_in_buckets,
+    is_optimizer_state,
+    parse_key,
+    without_shard,
+)
+from .key_arguments import arguments_behind
 from .read_record import Shard
 
 if __name__.startswith('megatron.'):
@@ -31,18 +42,10 @@ if __name__.startswith('megatron.'):
         _get_filesystem_reader,
     )
 
-# The model's own keys stand bare in `torch_dist`, below `model.module.…` in `fsdp_dtensor`.
-_MODEL_PREFIX_RE = re.compile(r'^(?:(?:model\d*|module)\.)*')
-_LAYER_RE = re.compile(r'decoder\.layers\.(?:(\d+)\.)?(.+)')
-_OBJECT_SHARD_RE = re.compile(r'/shard_[\d.]+_[\d.]+$')
-_MTP_DEPTH_RE = re.compile(r'mtp\.layers\.(\d+)\.')
-
 # The number of layers is read from a file, and lists are made of that length.
 _MOST_LAYERS = 100_000
 
 DENSE, MOE = 'dense', 'moe'
-# Where GPTModel's and HybridModel's own weights stand.
-WEIGHT_PREFIXES = ('decoder.', 'embedding.', 'output_layer.')
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def layout_from_metadata(metadata: Metadata) -> CheckpointLayout:
     """Layout of the checkpoint that ``metadata`` describes."""
     return layout_from_keys(
         {
-            _OBJECT_SHARD_RE.sub('', key): tuple(getattr(entry, 'size', ()))
+            without_shard(key): tuple(getattr(entry, 'size', ()))
             for key, entry in metadata.state_dict_metadata.items()
         }
     )
@@ -114,37 +117,34 @@ def layout_from_keys(sizes: dict[str, tuple[int, ...]]) -> CheckpointLayout:
     Args:
         sizes: key -> global shape; empty for what isn't a tensor.
     """
-    names = {_MODEL_PREFIX_RE.sub('', key): key for key in sizes}
-    layers = [
-        (match.group(1), match.group(2), key)
-        for name, key in names.items()
-        if (match := _LAYER_RE.fullmatch(name))
-    ]
-    indexed = any(index is not None for index, _, _ in layers)
+    optimizer = set(filter(is_optimizer_state, sizes))
+    of_model = {key: parse_key(key) for key in sizes if key not in optimizer}
+    layers = {key: own for key, own in of_model.items() if own.block == DECODER and own.part}
+    numbers = [own.layer for own in layers.values() if own.layer is not None]
+    indexed = bool(numbers)
     if indexed:
-        num_layers = 1 + max(int(index) for index, _, _ in layers if index is not None)
+        num_layers = 1 + max(numbers)
     else:
-        num_layers = next((sizes[key][0] for _, _, key in layers if sizes[key]), 0)
+        num_layers = next((sizes[key][0] for key in layers if sizes[key]), 0)
     if num_layers > _MOST_LAYERS:
         raise CheckpointingException(
-            f'{layers[0][2]}: a model of {num_layers} layers; the metadata is damaged.'
+            f'{next(iter(layers))}: a model of {num_layers} layers; the metadata is damaged.'
         )
-    family, evidence = _family(names, layers, indexed)
-    optimizer = [key for key in sizes if OPTIMIZER_KEY_RE.match(key)]
-    mtp = [int(m.group(1)) for name in names if (m := _MTP_DEPTH_RE.match(name))]
+    family, evidence = _family(of_model, layers, indexed)
+    mtp = [own.layer for own in of_model.values() if own.block == MTP and own.layer is not None]
     return CheckpointLayout(
         sizes=sizes,
         family=family,
         evidence=evidence,
         indexed=indexed,
         num_layers=num_layers,
-        mlp_kinds=_mlp_kinds(layers, num_layers),
+        mlp_kinds=_mlp_kinds(layers.values(), num_layers),
         latent_attention=any(
-            part.startswith('self_attention.linear_kv_up_proj') for _, part, _ in layers
+            own.part.startswith('self_attention.linear_kv_up_proj') for own in layers.values()
         ),
         mtp_depths=1 + max(mtp, default=-1),
         has_optimizer=bool(optimizer),
-        optimizer_in_buckets=any('.gbuf_idx_' in key for key in optimizer),
+        optimizer_in_buckets=any(map(is_in_buckets, optimizer)),
     )
 
 
@@ -176,11 +176,11 @@ def check_sources(
     entries = list(_tensors(sharded_state_dict))
     requested = {entry.key for entry in entries}
     missing = sorted(requested - layout.keys)
-    prefixes = (*WEIGHT_PREFIXES, 'mtp.') if with_mtp else WEIGHT_PREFIXES
+    prefixes = (*WEIGHT_PREFIXES, MTP_PREFIX) if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
         key
         for key in layout.keys
-        if key.startswith(prefixes) and not key.endswith('_extra_state') and not may_be_unread(key)
+        if key.startswith(prefixes) and not is_extra_state(key) and not may_be_unread(key)
     )
     unread = torch.tensor(
         [key not in requested for key in weights], dtype=torch.uint8, device='cpu'
@@ -244,34 +244,36 @@ def _stored_elements(entry: ShardedTensor, stored: tuple[int, ...]) -> int:
     )
 
 
-def _family(names: dict[str, str], layers: list, indexed: bool) -> tuple[str, str]:
-    for name, key in names.items():
-        if name.startswith('decoder.final_norm.'):
+def _family(
+    of_model: Mapping[str, Key], layers: Mapping[str, Key], indexed: bool
+) -> tuple[str, str]:
+    for key, own in of_model.items():
+        if own.name.startswith('decoder.final_norm.'):
             return 'hybrid', key
-        if name.startswith('decoder.final_layernorm.'):
+        if own.name.startswith('decoder.final_layernorm.'):
             return 'gpt', key
-    for _, part, key in layers:
-        if part.startswith('mixer.'):
+    for key, own in layers.items():
+        if own.part.startswith('mixer.'):
             return 'hybrid', key
         if not indexed:
             # Only TransformerBlock stacks its layers along an axis.
             return 'gpt', key
-    blocks: dict[str, dict[str, str]] = {}
-    for index, part, key in layers:
-        blocks.setdefault(index, {})[part.partition('.')[0]] = key
+    blocks: dict[int | None, dict[str, str]] = {}
+    for key, own in layers.items():
+        blocks.setdefault(own.layer, {})[own.part.partition('.')[0]] = key
     for parts in blocks.values():
         if {'self_attention', 'mlp'} <= parts.keys():
             return 'gpt', parts['mlp']
     return 'other', ''
 
 
-def _mlp_kinds(layers: list, num_layers: int) -> dict[int, str]:
+def _mlp_kinds(layers: Iterable[Key], num_layers: int) -> dict[int, str]:
     kinds: dict[int, str] = {}
-    for index, part, _ in layers:
-        if not part.startswith('mlp.'):
+    for key in layers:
+        if not key.part.startswith('mlp.'):
             continue
-        is_moe = part.startswith(('mlp.router.', 'mlp.experts.'))
-        for layer in range(num_layers) if index is None else [int(index)]:
+        is_moe = key.part.startswith(('mlp.router.', 'mlp.experts.'))
+        for layer in range(num_layers) if key.layer is None else [key.layer]:
             # A MoE layer's norm can stand under `mlp.linear_fc1.`, as a dense layer's does.
             kinds[layer] = MOE if is_moe else kinds.get(layer, DENSE)
     return kinds

@@ -5,13 +5,11 @@ There a parameter's flattened key is its place in the state dict (``model``, ``o
 """
 
 import bisect
-import re
+import itertools
 from collections.abc import Iterable
 from functools import cached_property
 
-_PLACE_AND_WRAPPERS_RE = re.compile(
-    r'^((?:(?:model\d*|optimizer\d*|state|param_to_group_meta|\d+)\.)*)((?:module\.)*)'
-)
+from .checkpoint_keys import parse_key
 
 
 class CheckpointNames:
@@ -30,9 +28,11 @@ class CheckpointNames:
         start = f'{place}.' if place else ''
         # What the pattern looks at ends before a model's layers, and is the same for most keys.
         heads = {''.join(key.partition('.layers.')[:2]) for key in self.keys}
-        found = [_PLACE_AND_WRAPPERS_RE.match(head.removeprefix(start)) for head in heads]
-        self._places = {f'{start}{match[1]}' for match in found if match}
-        self._prefixes = {match[2] for match in found if match}
+        self._places, self._prefixes = set(), set()
+        for before in {parse_key(head).prefix for head in heads if head.startswith(start)}:
+            place, prefix = _before_wrappers(before)
+            self._places.add(place)
+            self._prefixes.add(prefix)
 
     def prefixes(self, name: str, place: str | None = None) -> dict[str, str]:
         """The ``module.`` prefixes that ``name`` is stored under, with the whole names.
@@ -53,7 +53,7 @@ class CheckpointNames:
     def nearest(self, key: str) -> str:
         """What the checkpoint has in place of ``key``, in words."""
         alike = [
-            other for other in self._sorted_keys if f'.{key}'.endswith(f'.{without_place(other)}')
+            other for other in self._sorted_keys if f'.{key}'.endswith(f'.{parse_key(other).name}')
         ]
         return ' and '.join(alike[:3]) if alike else f'{len(self.keys)} other keys'
 
@@ -73,13 +73,8 @@ class CheckpointNames:
         return sorted(self.keys)
 
 
-def without_module_prefix(key: str) -> str:
-    """``key`` without the ``module.`` of the wrappers."""
-    while key.startswith('module.'):
-        key = key.removeprefix('module.')
-    return key
-
-
-def without_place(key: str) -> str:
-    """The name in a flattened key."""
-    return _PLACE_AND_WRAPPERS_RE.sub('', key)
+def _before_wrappers(prefix: str) -> tuple[str, str]:
+    """``model.`` and ``module.module.`` of ``model.module.module.``."""
+    *names, _ = prefix.split('.')
+    wrappers = sum(1 for _ in itertools.takewhile('module'.__eq__, reversed(names)))
+    return prefix[: len(prefix) - len('module.') * wrappers], 'module.' * wrappers

@@ -29,7 +29,6 @@ Where attention is replaced, some layers of its tensors aren't read: pass ``load
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -47,8 +46,18 @@ if __name__ == '__main__':
 
 import torch
 
-from .checkpoint_layout import WEIGHT_PREFIXES
-from .explicit_names import CheckpointNames, without_module_prefix, without_place
+from .checkpoint_keys import (
+    DECODER,
+    MAIN_PARAMS,
+    PARAMETER_PREFIXES,
+    Key,
+    is_extra_state,
+    is_parameter,
+    mtp_stack,
+    parse_key,
+    without_module_prefix,
+)
+from .explicit_names import CheckpointNames
 from .gpt_layer_maps import (
     _FRESH_INIT_SYMBOLS,
     _GPT_SOURCED_SYMBOLS,
@@ -85,20 +94,8 @@ __all__ = [
     'retarget_sharded_state_dict_to_gpt_checkpoint',
 ]
 
-# What may stand before the decoder's own names: wrappers, and the prefixes that optimizers give
-# their state. Anything else is another model (`vision_model.decoder.layers.…`).
-_OWN_PREFIX = r'^(?:(?:module|model\d*|chained_\d+|optimizer\.state\.[^.]+)\.)*'
-_OWN_PREFIX_RE = re.compile(_OWN_PREFIX)
-_PARAMETER_RE = re.compile(f'{_OWN_PREFIX}(?:{"|".join(map(re.escape, WEIGHT_PREFIXES))}|mtp[.])')
-_DECODER_LAYER_KEY_RE = re.compile(_OWN_PREFIX + r'decoder\.layers\.(\d+)\.')
-# Optimizer state that is a weight in more precision.
-_STATE_RE = re.compile(r'(?:^|\.)optimizer\.state\.([^.]+)\.')
-_MAIN_PARAMETERS = ('param', 'fp32_param')
 # A depth of multi-token prediction is one GPT layer, and in HybridModel a stack of its own; in
 # `torch_dist` the two also differ in the name of what holds it.
-_MTP_LAYER_KEY_RE = re.compile(
-    _OWN_PREFIX + r'mtp\.layers\.\d+\.(?P<stack>mtp_model_layer\.layers\.(?P<layer>\d+)\.)'
-)
 _GPT_MTP_LAYER, _GPT_MTP_EXPLICIT_LAYER = 'transformer_layer.', 'mtp_model_layer.'
 _GPT_FINAL_NORM_KEY_MAP = {'decoder.final_norm.': 'decoder.final_layernorm.'}
 # GPTModel drops this empty entry of its output layer when it saves.
@@ -125,29 +122,26 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
     def retarget(entry):
         if not isinstance(entry, ShardedBase):
             return entry
-        if _own_name(entry.key) in _GPT_OMITTED_LOCAL_KEYS:
-            return LocalNonpersistentObject(entry.data)
-        layer = _DECODER_LAYER_KEY_RE.match(entry.key)
-        if layer is None:
-            key = _rename_final_norm(_rename_mtp_layer(entry.key, layer_maps, _GPT_MTP_LAYER))
-            if key is None:
+        key = parse_key(entry.key)
+        if key.decoder_layer is None:
+            name = _outside_decoder_layers(key, layer_maps, _GPT_MTP_LAYER)
+            if name is None:
                 return LocalNonpersistentObject(entry.data)
-            entry.key = key
+            entry.key = key.prefix + name
             return entry
-        before, after = entry.key[: layer.start(1)], entry.key[layer.end() :]
-        gpt_layer = _gpt_layer_of(layer, entry.key, layer_maps)
+        part, gpt_layer = key.part, _gpt_layer_of(key, layer_maps)
         if gpt_layer is None:
-            gpt_layer, part = _warm_start_of(int(layer.group(1)), before, after, layer_maps)
+            gpt_layer, part = _warm_start_of(key, layer_maps)
             if gpt_layer is None:
                 return LocalNonpersistentObject(entry.data)
             if isinstance(entry, ShardedTensorFactory) and layer_maps.attention_sizes:
                 entry = built_from_attention(entry, layer_maps.attention_sizes)
-            after = part
         if layer_maps.indexed:
-            entry.key = f'{before}{gpt_layer}.{after}'
+            entry.key = f'{key.prefix}{DECODER}.{gpt_layer}.{part}'
             return entry
-        entry.key = before + after
-        partly = is_partly_read(entry.key, layer_maps)
+        name = f'{DECODER}.{part}'
+        entry.key = key.prefix + name
+        partly = layer_maps.may_be_partly_read(name)
         stack = chunk_of_one_layer if partly else _prepend_gpt_layer_axis
         return stack(entry, gpt_layer, layer_maps.num_gpt_layers)
 
@@ -156,20 +150,18 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
 
 def is_partly_read(key: str, layer_maps: GPTCompatLayerMaps) -> bool:
     """Whether of the GPT checkpoint's ``key``, of any state, some layers may stay unread."""
-    return layer_maps.may_be_partly_read(_own_name(key))
+    return layer_maps.may_be_partly_read(parse_key(key).name)
 
 
-def _warm_start_of(
-    hybrid_layer: int, before: str, part: str, layer_maps: GPTCompatLayerMaps
-) -> tuple[int | None, str]:
-    """GPT layer and part of its attention that a fresh layer's ``part`` begins with.
+def _warm_start_of(key: Key, layer_maps: GPTCompatLayerMaps) -> tuple[int | None, str]:
+    """GPT layer and part of its attention that an entry of a fresh layer begins with.
 
     None in place of the layer where it begins with nothing; so do moments.
     """
-    source, state = attention_part(part), _STATE_RE.search(before)
-    if source is None or (state and state.group(1) not in _MAIN_PARAMETERS):
+    source = attention_part(key.part)
+    if key.layer is None or source is None or key.state not in (None, *MAIN_PARAMS):
         return None, ''
-    return layer_maps.warm_start.get(hybrid_layer), source
+    return layer_maps.warm_start.get(key.layer), source
 
 
 def retarget_fsdp_state_dict_to_gpt_checkpoint(
@@ -210,10 +202,12 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
             for key, child in value.items():
                 new_key, child_of_parameter = key, of_parameter
                 if isinstance(key, str) and '.' in key:
-                    new_key = _retarget_explicit_key_to_gpt_checkpoint(key, layer_maps)
-                    if new_key is None:
+                    own = parse_key(key)
+                    name = _explicit_name(own, layer_maps)
+                    if name is None:
                         continue
-                    child_of_parameter = of_parameter or _is_parameter_name(new_key)
+                    new_key = own.prefix + name
+                    child_of_parameter = of_parameter or name.startswith(PARAMETER_PREFIXES)
                     if names is not None:
                         new_key = _with_checkpoint_prefix(new_key, names, path)
                 child_path = f'{path}.{new_key}' if path else str(new_key)
@@ -233,12 +227,11 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
     def is_stored(leaf, path, of_parameter):
         if names is None or path in names.keys:
             return True
-        if of_parameter and isinstance(leaf, torch.Tensor) and not path.endswith('_extra_state'):
-            kind = 'optimizer.' if path.startswith('optimizer') else ''
+        if of_parameter and isinstance(leaf, torch.Tensor) and not is_extra_state(path):
             raise ValueError(
                 f'{path}: the model needs it and the checkpoint does not have it, but '
                 f'{names.nearest(path)}. '
-                f'{arguments_behind([kind + without_place(path)], "--hybrid-layer-pattern")}'
+                f'{arguments_behind([path], "--hybrid-layer-pattern")}'
             )
         return False
 
@@ -248,10 +241,6 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
 def _is_nested(value: Any) -> bool:
     # The first check is the cheap one.
     return not isinstance(value, torch.Tensor) and isinstance(value, (Mapping, list, tuple))
-
-
-def _is_parameter_name(key: str) -> bool:
-    return _PARAMETER_RE.match(key) is not None
 
 
 def _retarget_explicit_key_to_gpt_checkpoint(
@@ -267,25 +256,24 @@ def _retarget_explicit_key_to_gpt_checkpoint(
     """
     if not isinstance(key, str) or '.' not in key:
         return key
-    if key.endswith(_GPT_OMITTED_LOCAL_KEYS) and _own_name(key) in _GPT_OMITTED_LOCAL_KEYS:
-        return None
-    layer = _DECODER_LAYER_KEY_RE.match(key)
-    if layer is not None:
-        gpt_layer = _gpt_layer_of(layer, key, layer_maps)
-        if gpt_layer is None:
-            return None
-        key = f'{key[: layer.start(1)]}{gpt_layer}.{key[layer.end() :]}'
-    else:
-        key = _rename_final_norm(_rename_mtp_layer(key, layer_maps, _GPT_MTP_EXPLICIT_LAYER))
-    if key is None or checkpoint_keys is None:
-        return key
-    return _with_checkpoint_prefix(key, CheckpointNames(checkpoint_keys))
+    own = parse_key(key)
+    name = _explicit_name(own, layer_maps)
+    if name is None or checkpoint_keys is None:
+        return name if name is None else own.prefix + name
+    return _with_checkpoint_prefix(own.prefix + name, CheckpointNames(checkpoint_keys))
+
+
+def _explicit_name(key: Key, layer_maps: GPTCompatLayerMaps) -> str | None:
+    if key.decoder_layer is None:
+        return _outside_decoder_layers(key, layer_maps, _GPT_MTP_EXPLICIT_LAYER)
+    gpt_layer = _gpt_layer_of(key, layer_maps)
+    return None if gpt_layer is None else f'{DECODER}.{gpt_layer}.{key.part}'
 
 
 def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None = None) -> str:
     bare = without_module_prefix(key)
     found = names.prefixes(bare, path)
-    if len(found) > 1 and _is_parameter_name(bare):
+    if len(found) > 1 and is_parameter(bare):
         raise ValueError(
             f'{bare}: the checkpoint has it under {len(found)} prefixes, '
             f'{" and ".join(sorted(found.values()))}, and only one can be meant. Load a '
@@ -294,45 +282,44 @@ def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None =
     return f'{next(iter(found))}{bare}' if len(found) == 1 else key
 
 
-def _gpt_layer_of(layer: re.Match, key: str, layer_maps: GPTCompatLayerMaps) -> int | None:
-    hybrid_layer = int(layer.group(1))
-    if layer_maps.is_fresh_indexer(key[layer.end() :]):
+def _gpt_layer_of(key: Key, layer_maps: GPTCompatLayerMaps) -> int | None:
+    hybrid_layer = key.decoder_layer
+    if hybrid_layer is None or layer_maps.is_fresh_indexer(key.part):
         return None
     try:
         return layer_maps.gpt_layer(hybrid_layer)
     except KeyError:
         raise ValueError(
-            f'State dict entry {key!r} belongs to hybrid layer {hybrid_layer}, which is not part '
-            f'of the hybrid layer pattern; make the maps from the pattern of the model.'
+            f'State dict entry {key.prefix + key.name!r} belongs to hybrid layer {hybrid_layer}, '
+            f'which is not part of the hybrid layer pattern; make the maps from the pattern of the '
+            f'model.'
         ) from None
 
 
-def _own_name(key: str) -> str:
-    prefix = _OWN_PREFIX_RE.match(key)
-    return key[prefix.end() :] if prefix else key
-
-
-def _rename_mtp_layer(key: str, layer_maps: GPTCompatLayerMaps, gpt_layer: str) -> str | None:
-    """``key``, of a depth's stack in the GPT model's name for it; None for a fresh layer."""
-    match = _MTP_LAYER_KEY_RE.match(key)
-    if match is None:
-        return key
-    layer = int(match['layer'])
+def _outside_decoder_layers(
+    key: Key, layer_maps: GPTCompatLayerMaps, gpt_mtp_layer: str
+) -> str | None:
+    """The GPT model's name for an entry; None for one that it doesn't have."""
+    if key.name in _GPT_OMITTED_LOCAL_KEYS:
+        return None
+    stack = mtp_stack(key)
+    if stack is None:
+        return renamed(key.name, _GPT_FINAL_NORM_KEY_MAP)
+    layer, part = stack
     if layer >= len(layer_maps.mtp_pattern):
         raise ValueError(
-            f'State dict entry {key!r} belongs to MTP layer {layer}, which is not part of the '
-            f"hybrid layer pattern's MTP part; make the maps from the pattern of the model."
+            f'State dict entry {key.prefix + key.name!r} belongs to MTP layer {layer}, which is '
+            f"not part of the hybrid layer pattern's MTP part; make the maps from the pattern of "
+            f'the model.'
         )
     if layer_maps.mtp_pattern[layer] in _FRESH_INIT_SYMBOLS:
         return None
-    return key[: match.start('stack')] + gpt_layer + key[match.end('stack') :]
+    return f'{key.block}.{key.layer}.{gpt_mtp_layer}{part}'
 
 
-def _rename_final_norm(key: str | None) -> str | None:
-    if key is None:
-        return None
-    name = _own_name(key)
-    for hybrid, gpt in _GPT_FINAL_NORM_KEY_MAP.items():
-        if name.startswith(hybrid):
-            return key.removesuffix(name) + gpt + name.removeprefix(hybrid)
-    return key
+def renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    """``name``, with another beginning where it has one of these."""
+    for old, new in beginnings.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

@@ -11,6 +11,7 @@ compared with the layers of a checkpoint:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .checkpoint_keys import DECODER
 from .checkpoint_layout import DENSE, MOE, CheckpointLayout
 from .pattern_symbols import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
@@ -24,6 +25,7 @@ _INDEXER = 'self_attention.core_attention.indexer.'
 
 # How keys of a GPT layer's attention go on, and of the input norm where that stands alone.
 ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
+_STACKED_ATTENTION = tuple(f'{DECODER}.{part}' for part in ATTENTION_PARTS)
 REPLACE_ATTENTION = '--replace-gpt-attention'
 
 
@@ -102,12 +104,11 @@ class GPTCompatLayerMaps:
 
     def may_be_partly_read(self, key: str) -> bool:
         """Whether of the GPT checkpoint's weight ``key`` some layers are read and others not."""
-        parts = tuple(f'decoder.layers.{part}' for part in ATTENTION_PARTS)
-        return bool(self.replaced) and key.startswith(parts)
+        return bool(self.replaced) and key.startswith(_STACKED_ATTENTION)
 
     def may_be_unread(self, key: str) -> bool:
         """Whether nothing needs to read the GPT checkpoint's weight ``key``."""
-        prefix, _, part = key.partition('decoder.layers.')
+        prefix, _, part = key.partition(f'{DECODER}.')
         if prefix or not self.replaced:
             return False
         if not self.indexed:
@@ -118,7 +119,7 @@ class GPTCompatLayerMaps:
         return replaced and part.startswith(ATTENTION_PARTS)
 
 
-class _RefusedError(Exception):
+class _PatternRefusedError(Exception):
     pass
 
 
@@ -151,22 +152,22 @@ def gpt_compatible_layer_maps(
         symbols = (parsed.main_pattern or '').replace(Symbols.PIPE, '')
         mtp_symbols = parsed.mtp_pattern or ''
         if parsed.mtp_num_depths and (layout is None or not layout.mtp_depths):
-            raise _RefusedError(
+            raise _PatternRefusedError(
                 f'its MTP part {parsed.mtp_pattern!r} has no source; leave that part out.'
             )
         if not symbols:
-            raise _RefusedError('it has no layers; set --hybrid-layer-pattern.')
+            raise _PatternRefusedError('it has no layers; set --hybrid-layer-pattern.')
         attention_symbols = _check_kinds(symbols + mtp_symbols, layout)
         if layout is not None and parsed.mtp_num_depths:
             _check_mtp(parsed, attention_symbols, layout)
         if all(kind in symbols for kind in _MLP_SYMBOLS) and not (layout and layout.indexed):
-            raise _RefusedError(
+            raise _PatternRefusedError(
                 "it mixes dense and MoE MLPs, GPT layers are all alike; use only one of '-' or 'E'."
             )
         attention, mlp, replaced = _pair(symbols, attention_symbols, replace_attention)
         if layout is not None:
             _compare(symbols, mlp, 'MLP' if replaced else 'attention and MLP', layout)
-    except _RefusedError as reason:
+    except _PatternRefusedError as reason:
         raise ValueError(
             f'Hybrid layer pattern {hybrid_layer_pattern!r} can not take a GPT checkpoint: {reason}'
         ) from reason.__cause__
@@ -188,11 +189,11 @@ def gpt_compatible_layer_maps(
 
 def _parse(hybrid_layer_pattern: str) -> ParsedHybridPattern:
     if not hybrid_layer_pattern:
-        raise _RefusedError('it is empty; set --hybrid-layer-pattern.')
+        raise _PatternRefusedError('it is empty; set --hybrid-layer-pattern.')
     try:
         return parse_hybrid_pattern(hybrid_layer_pattern)
     except ValueError as error:
-        raise _RefusedError(str(error)) from error
+        raise _PatternRefusedError(str(error)) from error
 
 
 def _check_kinds(symbols: str, layout: CheckpointLayout | None) -> tuple[str, ...]:
@@ -203,7 +204,7 @@ def _check_kinds(symbols: str, layout: CheckpointLayout | None) -> tuple[str, ..
         others = {Symbols.ATTENTION, *_LATENT_ATTENTION_SYMBOLS}.difference(attention)
         found = next((symbol for symbol in symbols if symbol in others), None)
         if found is not None:
-            raise _RefusedError(
+            raise _PatternRefusedError(
                 f'the attention of the checkpoint is {"" if latent else "not "}multi-latent '
                 f'(MLA), so it goes into {" or ".join(map(repr, attention))} layers, not into '
                 f'{found!r}.'
@@ -213,7 +214,7 @@ def _check_kinds(symbols: str, layout: CheckpointLayout | None) -> tuple[str, ..
     supported = [*attention, *_MLP_SYMBOLS, *fresh]
     strangers = sorted(set(symbols).difference(supported))
     if strangers:
-        raise _RefusedError(
+        raise _PatternRefusedError(
             f'its layers {strangers} cannot be translated; supported are {supported}.'
         )
     return attention
@@ -225,7 +226,7 @@ def _pair(
     """GPT layer by attention and by MLP position; hybrid layers in an attention's place by GPT's.
 
     Raises:
-        _RefusedError: the numbers of attention and MLP positions don't go together.
+        _PatternRefusedError: the numbers of attention and MLP positions don't go together.
     """
     attention = [i for i, symbol in enumerate(symbols) if symbol in attention_symbols]
     mlp = [i for i, symbol in enumerate(symbols) if symbol in _MLP_SYMBOLS]
@@ -237,7 +238,7 @@ def _pair(
         attention_to_gpt, replaced = _pair_blocks(symbols, attention, mlp)
         return attention_to_gpt, mlp_to_gpt, replaced
     way_out = f', or pass {REPLACE_ATTENTION} to leave the others unread' if has_fewer else ''
-    raise _RefusedError(
+    raise _PatternRefusedError(
         f'it has {len(attention)} attention ({" or ".join(map(repr, attention_symbols))}) and '
         f"{len(mlp)} MLP ('-' or 'E') positions; a GPT layer has one of each, so it needs an "
         f'equal, nonzero number of both{way_out}.'
@@ -253,7 +254,7 @@ def _pair_blocks(
         block = tuple(range(start, end))
         own = [hybrid for hybrid in block if hybrid in attention]
         if len(own) > 1:
-            raise _RefusedError(
+            raise _PatternRefusedError(
                 f'its layers {own[0]} and {own[1]} are attention before one MLP, layer {end}; with '
                 f'fewer attention than MLP positions each MLP ends a block, the block of GPT layer '
                 f'{gpt}, and that has one attention.'
@@ -265,7 +266,7 @@ def _pair_blocks(
         start = end + 1
     after = [hybrid for hybrid in attention if hybrid >= start]
     if after:
-        raise _RefusedError(
+        raise _PatternRefusedError(
             f'its layer {after[0]} is attention after the last MLP; with fewer attention than MLP '
             f'positions each MLP ends the block of a GPT layer, so that none is left for it.'
         )
@@ -275,13 +276,13 @@ def _pair_blocks(
 def _compare(symbols: str, mlp: Mapping[int, int], counted: str, layout: CheckpointLayout) -> None:
     """Make sure that the checkpoint has as many layers, with MLPs of the kinds in the pattern."""
     if layout.num_layers != len(mlp):
-        raise _RefusedError(
+        raise _PatternRefusedError(
             f'it has {len(mlp)} {counted} positions, the checkpoint {layout.num_layers} layers.'
         )
     for hybrid, gpt in mlp.items():
         kind = layout.mlp_kinds.get(gpt)
         if kind != _MLP_KINDS[symbols[hybrid]]:
-            raise _RefusedError(
+            raise _PatternRefusedError(
                 f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
                 f'{kind or "missing"}.'
             )
@@ -292,14 +293,14 @@ def _check_mtp(
 ) -> None:
     # A layer that all depths share (--mtp-use-repeated-layer) is stored once.
     if layout.mtp_depths not in (1, parsed.mtp_num_depths):
-        raise _RefusedError(
+        raise _PatternRefusedError(
             f'it has {parsed.mtp_num_depths} MTP depths, the checkpoint {layout.mtp_depths}.'
         )
     pattern = parsed.mtp_pattern or ''
     attention = sum(pattern.count(symbol) for symbol in attention_symbols)
     mlp = sum(pattern.count(symbol) for symbol in _MLP_SYMBOLS)
     if (attention, mlp) != (1, 1):
-        raise _RefusedError(
+        raise _PatternRefusedError(
             f'an MTP depth of a GPT model is one layer, with one attention and one MLP, but the '
             f'MTP part {pattern!r} has {attention} attention '
             f'({" or ".join(map(repr, attention_symbols))}) '

@@ -7,16 +7,13 @@ state dict, or its optimizer's in a model-space format, is pointed at the hybrid
 
 from __future__ import annotations
 
-import re
-
+from .checkpoint_keys import DECODER, is_optimizer_state, parse_key
 from .checkpoint_layout import DENSE, MOE, CheckpointLayout
 from .gpt_checkpoint_interop import (
-    _DECODER_LAYER_KEY_RE,
     _GPT_FINAL_NORM_KEY_MAP,
-    _OWN_PREFIX,
     GPTCompatLayerMaps,
-    _own_name,
     gpt_compatible_layer_maps,
+    renamed,
 )
 from .gpt_layer_maps import ATTENTION_PARTS
 
@@ -41,9 +38,7 @@ _SYMBOL_BY_PART = {
 _SYMBOL_BY_MLP_KIND = {DENSE: '-', MOE: 'E'}
 _ATTENTION_SYMBOLS, _MLP_SYMBOLS = '*+', '-E'
 
-_GPT_LAYER_KEY_RE = re.compile(
-    rf'(?P<before>{_OWN_PREFIX}decoder\.layers\.)(?:(?P<index>\d+)\.)?(?P<part>.+)'
-)
+_HYBRID_FINAL_NORM = {gpt: hybrid for hybrid, gpt in _GPT_FINAL_NORM_KEY_MAP.items()}
 _MLP_PARTS = ('pre_mlp_layernorm.', 'mlp.')
 
 
@@ -54,10 +49,9 @@ def hybrid_checkpoint_pattern(layout: CheckpointLayout) -> str:
         one symbol a layer, without separators; ``?`` for a layer of no known kind.
     """
     parts: dict[int, set[str]] = {}
-    for key in layout.keys:
-        layer = _DECODER_LAYER_KEY_RE.match(key)
-        if layer is not None:
-            parts.setdefault(int(layer.group(1)), set()).add(key[layer.end() :])
+    for own in (parse_key(key) for key in layout.keys if not is_optimizer_state(key)):
+        if own.decoder_layer is not None:
+            parts.setdefault(own.decoder_layer, set()).add(own.part)
     return ''.join(
         _symbol(parts.get(layer, set()), layout.mlp_kinds.get(layer))
         for layer in range(layout.num_layers)
@@ -151,38 +145,30 @@ def retarget_sharded_state_dict_to_hybrid_checkpoint(
     def retarget(entry):
         if not isinstance(entry, ShardedBase):
             return entry
-        layer = _GPT_LAYER_KEY_RE.fullmatch(entry.key)
-        if layer is None:
-            entry.key = _rename_final_norm(entry.key)
+        key = parse_key(entry.key)
+        if key.block != DECODER:
+            entry.key = key.prefix + renamed(key.name, _HYBRID_FINAL_NORM)
             return entry
-        if layer['part'].startswith(ATTENTION_PARTS):
+        if key.part.startswith(ATTENTION_PARTS):
             hybrid_layers = attention
-        elif layer['part'].startswith(_MLP_PARTS):
+        elif key.part.startswith(_MLP_PARTS):
             hybrid_layers = mlp
         else:
             raise ValueError(
                 f'State dict entry {entry.key!r} belongs neither to the attention nor to the MLP '
                 f'of its layer, and hybrid layers have nothing else.'
             )
-        on_axis = layer['index'] is None
-        gpt_layer = _layer_on_axis(entry) if on_axis else int(layer['index'])
+        on_axis = key.layer is None
+        gpt_layer = _layer_on_axis(entry) if on_axis else key.layer
         if gpt_layer not in hybrid_layers:
             raise ValueError(
                 f'State dict entry {entry.key!r} belongs to GPT layer {gpt_layer}, and the hybrid '
                 f'checkpoint has {len(hybrid_layers)}.'
             )
-        entry.key = f'{layer["before"]}{hybrid_layers[gpt_layer]}.{layer["part"]}'
+        entry.key = f'{key.prefix}{DECODER}.{hybrid_layers[gpt_layer]}.{key.part}'
         return _drop_layer_axis(entry) if on_axis else entry
 
     dict_list_map_inplace(retarget, sharded_state_dict)
-
-
-def _rename_final_norm(key: str) -> str:
-    name = _own_name(key)
-    for hybrid, gpt in _GPT_FINAL_NORM_KEY_MAP.items():
-        if name.startswith(gpt):
-            return key.removesuffix(name) + hybrid + name.removeprefix(gpt)
-    return key
 
 
 def _layer_on_axis(entry: ShardedBase) -> int:

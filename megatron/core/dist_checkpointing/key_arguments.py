@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable
 
+from .checkpoint_keys import is_optimizer_state, parse_key
+
 # The first that is found in a parameter's name counts.
 _ARGUMENTS = (
     (r'\.router\.expert_bias', '--moe-router-enable-expert-bias'),
@@ -20,7 +22,6 @@ _ARGUMENTS = (
     (r'\.mlp\.(router|experts)\.\S*weight|\.mlp\.linear_fc\d\.weight', '--num-experts'),
     (r'bias\d*$', '--disable-bias-linear'),
 )
-OPTIMIZER_KEY_RE = re.compile(r'^(?:chained_\d+\.)?optimizer\.(?:state\.[^.]+\.)?')
 
 
 def arguments_behind(keys: Iterable[str], layers: str) -> str:
@@ -37,10 +38,10 @@ def arguments_behind(keys: Iterable[str], layers: str) -> str:
 
 
 def _arguments(key: str, layers: str):
-    name = OPTIMIZER_KEY_RE.sub('', key)
+    name = parse_key(key).name
     argument = next((option for part, option in _ARGUMENTS if re.search(part, name)), layers)
     yield argument
     if argument == '--num-experts':
         yield layers  # it says which MLPs are MoE
-    if name != key:
+    if is_optimizer_state(key):
         yield '--optimizer (or pass --no-load-optim)'

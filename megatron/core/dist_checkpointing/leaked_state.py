@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from .checkpoint_keys import is_optimizer_state
+
 
 def leaked_param_states(common_state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """The optimizers' dicts in the common state that hold a ``param_state`` they shouldn't."""
     found, todo = (
         [],
-        [value for key, value in common_state_dict.items() if str(key).startswith('optimizer')],
+        [value for key, value in common_state_dict.items() if is_optimizer_state(str(key))],
     )
     seen: set[int] = set()
     while todo:

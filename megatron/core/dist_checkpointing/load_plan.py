@@ -19,6 +19,7 @@ import megatron_overlay
 from megatron_overlay._guard import Upstream
 
 from . import gpt_checkpoint_interop as interop
+from .checkpoint_keys import PARAM, parse_key
 from .checkpoint_layout import CheckpointLayout
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
@@ -213,7 +214,7 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if not isinstance(found, str) or not found:
         if layout is None:
             return PLAIN
-        model_space = any('optimizer.state.param.' in key for key in layout.keys)
+        model_space = any(parse_key(key).state == PARAM for key in layout.keys)
         in_model_space = FLATTENED if model_space else PLAIN
         return 'dp_reshardable' if in_buckets else in_model_space
     return PLAIN if found == 'dp_reshardable' and not in_buckets else found

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .checkpoint_keys import DECODER
 from .checkpoint_layout import CheckpointLayout
 from .gpt_layer_maps import REPLACE_ATTENTION, AttentionSizes, GPTCompatLayerMaps
 from .pattern_symbols import Symbols
@@ -121,7 +122,7 @@ def _attention_sizes(
     channels = channels or hidden // heads
     rows = (heads + 2 * groups) * channels
     for gpt in layer_maps.replaced:
-        key = f'decoder.layers.{f"{gpt}." if layout.indexed else ""}{_QKV}'
+        key = f'{DECODER}.{f"{gpt}." if layout.indexed else ""}{_QKV}'
         shape = layout.sizes.get(key, ())
         if shape[-2:-1] != (rows,):
             raise ValueError(

@@ -7,10 +7,12 @@ megatron-core without this package stores those that there are.
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from .checkpoint_keys import OPTIMIZER, PARAM, RNG, is_in_buckets, kind_of
+
 if TYPE_CHECKING:
     from .load_plan import StoredCheckpoint
 
-OPTIMIZER, RNG = 'optimizer', 'rng_state'  # as the run's state dict calls them
+# by its name in the run's state dict
 _OPTIONS = {OPTIMIZER: '--no-load-optim', RNG: '--no-load-rng'}
 NO_OPTIMIZER = 'no optimizer state'
 NO_RNG = 'no random state'
@@ -30,12 +32,12 @@ def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
         found[OPTIMIZER] = NO_OPTIMIZER
     if layout is None or stored.format != 'torch_dist':
         return found
-    in_buckets = {key.rpartition('.')[2] for key in layout.keys if '.bucket_idx_' in key}
-    if in_buckets == {'param'} and getattr(stored.args, 'optimizer', None) == 'adam':
+    in_buckets = {key.rpartition('.')[2] for key in layout.keys if is_in_buckets(key)}
+    if in_buckets == {PARAM} and getattr(stored.args, 'optimizer', None) == 'adam':
         found[OPTIMIZER] = NO_MOMENTS
     # no run asks for what its arguments say was left out
     left_out = getattr(stored.args, 'no_save_rng', False) is True
-    if not left_out and not any(RNG in key for key in layout.keys):
+    if not left_out and not any(kind_of(key) == RNG for key in layout.keys):
         found[RNG] = NO_RNG
     return found
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from megatron.core.dist_checkpointing.checkpoint_keys import parse_key, stacks_layers
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 import megatron_overlay
@@ -73,7 +73,7 @@ def partial_state(shards: Iterable[ShardedTensor]) -> str:
         if shard.prepend_axis_num and shard.has_regular_grid:
             places[shard.key].add(shard.global_offset[: shard.prepend_axis_num])
     for key, found in places.items():
-        weight = OPTIMIZER_KEY_RE.sub('', key)
+        weight = parse_key(key).weight
         if weight != key and (missing := places.get(weight, found) - found):
             return (
                 f'{key}: the optimizer has state for {_described(weight, found)}, and none for '
@@ -84,7 +84,7 @@ def partial_state(shards: Iterable[ShardedTensor]) -> str:
 
 
 def _described(weight: str, places: set[tuple[int, ...]]) -> str:
-    axes = ['layer'] * ('.layers.' in weight and not _has_layer_number(weight))
+    axes = ['layer'] * stacks_layers(weight)
     axes += ['expert'] * (len(next(iter(places))) - len(axes))
     named = [
         ' '.join(f'{axis} {index}' for axis, index in zip(axes, place, strict=True))
@@ -92,7 +92,3 @@ def _described(weight: str, places: set[tuple[int, ...]]) -> str:
     ]
     rest = len(named) - _NAMED
     return ', '.join(named[:_NAMED]) + (f' and {rest} more' if rest > 0 else '')
-
-
-def _has_layer_number(weight: str) -> bool:
-    return weight.partition('.layers.')[2].partition('.')[0].isdigit()

@@ -332,7 +332,8 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
 
     def _all_ranks_fit(self) -> bool:
         """Whether :meth:`_main_params_fit` on all ranks of the group, which go one way."""
-        fit = torch.tensor(self._main_params_fit(), dtype=torch.int).to(torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        fit = torch.tensor(self._main_params_fit(), dtype=torch.int, device=device)
         torch.distributed.all_reduce(
             fit, op=torch.distributed.ReduceOp.MIN, group=self.data_parallel_group
         )

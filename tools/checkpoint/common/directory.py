@@ -5,12 +5,18 @@ finds none, and the run starts from random weights.
 """
 
 import os
-import re
 import shlex
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    kind_of,
+    parse_key,
+)
 
 from .errors import CheckpointError, one_line
 from .exchange import UNPUBLISHED
@@ -41,16 +47,26 @@ class FoundCheckpoint:
     Attributes:
         directory: of the iteration.
         format: as ``--ckpt-format`` names it.
-        metadata: of a checkpoint that DCP wrote; None for a legacy one.
         load: arguments with which a run loads it; empty where none do.
         given_to_load: the path that was looked at is what ``--load`` takes.
     """
 
     directory: Path
     format: str
-    metadata: 'Metadata | None'
     load: str
     given_to_load: bool
+    _metadata: 'Metadata | None' = field(repr=False)
+
+    @cached_property
+    def metadata(self) -> 'Metadata':
+        """Of a checkpoint that DCP wrote, which no legacy one is.
+
+        Raises:
+            CheckpointError: it can't be read
+        """
+        from .dcp_metadata import load_dcp_metadata  # half a second, which not all need
+
+        return self._metadata or load_dcp_metadata(self.directory)
 
     @property
     def release(self) -> bool:
@@ -79,10 +95,23 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
     directory = tracker_target(path) if given_to_load else path
     format_, metadata = _format(directory)
     load = f'--load {shlex.quote(str(path))}' if given_to_load else _way_in(directory)
-    return FoundCheckpoint(directory, format_, metadata, load, given_to_load)
+    return FoundCheckpoint(directory, format_, load, given_to_load, metadata)
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """Directory of the ``torch_dist`` checkpoint that ``path`` is, or that its tracker names.
+
+    Raises:
+        CheckpointError: there is none; the message says what was found instead
+    """
+    found = find_checkpoint(path)
+    if found.format != DISTRIBUTED:
+        raise CheckpointError(f'{found.directory}: {describe_foreign(found.directory)}')
+    return found.directory
 
 
 def _format(directory: Path) -> 'tuple[str, Metadata | None]':
+    """The format, and the metadata where that had to be read to tell."""
     # In the order in which megatron looks.
     try:
         names = {entry.name for entry in directory.iterdir()}
@@ -93,23 +122,23 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
             f'{directory}: marked {UNPUBLISHED}: one side of a conversion that was killed before '
             'the other was in place; run that conversion again'
         )
-    if CONFIG_NAME not in names and any(name.startswith('mp_rank_') for name in names):
-        return LEGACY, None
-    # Half a second, which legacy checkpoints needn't take.
-    from .dcp_metadata import load_dcp_metadata
-
     if CONFIG_NAME in names:
-        return DISTRIBUTED, load_dcp_metadata(directory)
+        return DISTRIBUTED, None
+    if any(name.startswith('mp_rank_') for name in names):
+        return LEGACY, None
     if METADATA_NAME not in names:
         raise CheckpointError(
             f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'
         )
+    from .dcp_metadata import load_dcp_metadata
+
     metadata = load_dcp_metadata(directory)
     keys = metadata.state_dict_metadata
-    if any(re.match(r'model\d*\.module\.', key) for key in keys):
+    wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
+    if any('.module.' in prefix for prefix in wrappers):
         return FSDP, metadata
-    embedded = any(key.startswith('common_state/') for key in keys)
-    if embedded or COMMON_FILE in names or not any(re.match(r'model\d*\.', key) for key in keys):
+    embedded = any(kind_of(key) == COMMON for key in keys)
+    if embedded or COMMON_FILE in names or not any(wrappers):
         raise CheckpointError(
             f'{directory}: no {CONFIG_NAME}: an unfinished checkpoint, its save was cut short'
         )

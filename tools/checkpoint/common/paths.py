@@ -130,30 +130,6 @@ def iterations_in(root: str | Path) -> str:
     return ', '.join(known) or 'none'
 
 
-def resolve_checkpoint(path: str | Path) -> Path:
-    """A ``dist_checkpointing`` directory: ``path`` itself, or what its tracker points at.
-
-    Args:
-        path: directory with ``metadata.json``, or a root with a tracker
-
-    Raises:
-        CheckpointError: neither; the message says what was found instead
-    """
-    refuse_url(path)
-    path = Path(path)
-    if not os.path.isdir(path):
-        found = 'is a file, expected a directory' if os.path.exists(path) else "doesn't exist"
-        raise CheckpointError(f'{path}: {found}')
-    if os.path.exists(path / CONFIG_NAME):
-        return path
-    if os.path.exists(path / TRACKER_NAME):
-        target = tracker_target(path)
-        if os.path.exists(target / CONFIG_NAME):
-            return target
-        raise CheckpointError(f'{target}: {describe_foreign(target)}')
-    raise CheckpointError(f'{path}: {describe_foreign(path)}')
-
-
 def refuse_unreachable(target: Path) -> None:
     """Raise where no directory can be made at ``target``, which a dry run should tell too.
 

@@ -5,12 +5,19 @@ of optimizers, are read as stand-ins, wherever they are defined.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Self
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    COMMON_KEY,
+    kind_of,
+)
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
@@ -18,10 +25,24 @@ from .errors import CheckpointError, one_line
 from .paths import COMMON_FILE
 from .safe_load import TRUST_HINT, load_torch, unsafe_globals
 
-COMMON_KEY = 'common_state/shard_0_1'
 
-Place = tuple[str, int, int]
-"""Name of a file below the checkpoint, and where in it an entry begins and how long it is."""
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes of one entry: ``length`` bytes from ``offset`` of ``file`` (relative, a .distcp)."""
+
+    file: str
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Where the entry ends in its file."""
+        return self.offset + self.length
+
+    @classmethod
+    def of(cls, info: _StorageInfo) -> Self:
+        """The bytes that the metadata names."""
+        return cls(info.relative_path, info.offset, info.length)
 
 
 class _StandIn:
@@ -60,17 +81,33 @@ def check_file(file: Path, size: int) -> None:
         )
 
 
-def common_state_place(metadata: Metadata) -> Place | None:
+def check_files(needed: Iterable[tuple[Path, int]]) -> None:
+    """Refuse files that are missing or end before what lies in them.
+
+    Args:
+        needed: of each part the file, and where in it the part ends
+
+    Raises:
+        CheckpointError: with both sizes
+    """
+    ends: dict[Path, int] = {}
+    for file, end in needed:
+        ends[file] = max(ends.get(file, 0), end)
+    for file, end in ends.items():
+        check_file(file, end)
+
+
+def common_state_slice(metadata: Metadata) -> Slice | None:
     """Where the common state is stored among the tensors (megatron-core 0.19); None if it isn't."""
     for index, info in metadata.storage_data.items():
-        if index.fqn.startswith('common_state/'):
-            return info.relative_path, info.offset, info.length
+        if kind_of(index.fqn) == COMMON:
+            return Slice.of(info)
     return None
 
 
 def read_common_state(
     directory: Path,
-    embedded: Place | None,
+    embedded: Slice | None,
     *,
     trust: bool = False,
     trust_hint: str = TRUST_HINT,
@@ -78,7 +115,7 @@ def read_common_state(
     """Common state of a checkpoint, from ``common.pt`` or where it is stored among the tensors.
 
     Args:
-        embedded: that place, see ``common_state_place``
+        embedded: that place, see ``common_state_slice``
         trust: unpickle without restriction
         trust_hint: the way out that the message names when a class is refused
 
@@ -93,7 +130,7 @@ def read_common_state(
         name = str(file)
         state = _load(file, name, is_optimizer_class, trust, trust_hint)
     elif embedded is not None:
-        name = f'{directory / embedded[0]}: {COMMON_KEY}'
+        name = f'{directory / embedded.file}: {COMMON_KEY}'
         state = read_object(directory, embedded, COMMON_KEY, trust=trust, trust_hint=trust_hint)
     else:
         return None
@@ -104,7 +141,7 @@ def read_common_state(
 
 def read_object(
     directory: Path,
-    place: Place,
+    place: Slice,
     key: str,
     *,
     stand_in_for: Callable[[str], bool] = is_optimizer_class,
@@ -120,13 +157,12 @@ def read_object(
     Raises:
         CheckpointError: as ``read_common_state``
     """
-    name, offset, length = place
-    path = stored_file(directory, name)
-    check_file(path, offset + length)
+    path = stored_file(directory, place.file)
+    check_file(path, place.end)
     try:
         with path.open('rb') as file:
-            file.seek(offset)
-            content = io.BytesIO(file.read(length))
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
     value = _load(content, f'{path}: {key}', stand_in_for, trust, trust_hint)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
-from ..common.paths import real_path, resolve_checkpoint
+from ..common.paths import real_path
 from ..merge.common_state import load_common_state
 from ..merge.source import Source, read_source
 from ..merge.validate import Difference, differences

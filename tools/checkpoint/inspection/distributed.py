@@ -5,6 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    MODEL,
+    is_training_state,
+    kind_of,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
@@ -20,13 +25,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
-from ..common.stored import COMMON_KEY, check_file, stored_file
+from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
+from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
-from ..merge.source import MODEL_KEY, TRAINING_KEY, read_config
+from ..merge.source import read_config
 from . import uses
-from .model import describe_model
 from .resume import read_common_state, resume_report
-from .summary import Amount, CheckpointSummary, OptimizerState, count_files, parallel_sizes
+from .summary import (
+    Amount,
+    CheckpointSummary,
+    ModelSummary,
+    OptimizerState,
+    count_files,
+    parallel_sizes,
+)
 
 
 def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
@@ -37,13 +49,14 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
             run
     """
     directory, format_, metadata = found.directory, found.format, found.metadata
-    assert metadata is not None  # no legacy one
     if format_ == DISTRIBUTED:
         read_config(directory)
-    _check_files(directory, metadata)
+    slices = list(map(Slice.of, metadata.storage_data.values()))
+    paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
+    check_files((paths[piece.file], piece.end) for piece in slices)
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
-    model = describe_model(layout)
+    model = ModelSummary.of(layout)
     common: dict[str, Any] = {}
     report = None
     if format_ in (DISTRIBUTED, FSDP):
@@ -59,8 +72,8 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    training = {key: entry for key, entry in tensors.items() if TRAINING_KEY.match(key)}
-    weights = {key: entry for key, entry in tensors.items() if MODEL_KEY.match(key)}
+    training = {key: entry for key, entry in tensors.items() if is_training_state(key)}
+    weights = {key: entry for key, entry in tensors.items() if kind_of(key) == MODEL}
     counted = sum(map(_bytes, [*training.values(), *weights.values()]))
     all_tensors = sum(map(_bytes, tensors.values()))
     objects = sum(
@@ -97,15 +110,6 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     )
 
 
-def _check_files(directory: Path, metadata: Metadata) -> None:
-    """Every file that the metadata names is there, and long enough."""
-    ends: dict[str, int] = {}
-    for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        check_file(stored_file(directory, name), end)
-
-
 def _manifest(directory: Path) -> dict[str, str] | None:
     manifest = read_manifest(directory)
     for name in manifest or {}:
@@ -123,7 +127,7 @@ def _common_form(directory: Path, metadata: Metadata) -> str:
 def _amounts(entries: Iterable[TensorStorageMetadata]) -> dict[str, Amount]:
     found: dict[str, Amount] = {}
     for entry in entries:
-        name = str(entry.properties.dtype).removeprefix('torch.')
+        name = dtype_name(entry.properties.dtype)
         before = found.get(name, Amount(0, 0))
         found[name] = Amount(before.tensors + 1, before.bytes + _bytes(entry))
     return found

@@ -61,7 +61,7 @@ def _lines(checkpoint: str, **arguments: Any):
             f'starts from random weights; pass '
             f'{found.load or "--load with a directory above it whose tracker names it"}.'
         )
-    if found.format == LEGACY or found.metadata is None:
+    if found.format == LEGACY:
         raise CheckpointingException(f'{found.directory}: {LEGACY_REFUSAL}.')
     layout = layout_from_metadata(found.metadata)
     if layout.family != GPT:

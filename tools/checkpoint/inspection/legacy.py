@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_keys,
@@ -15,17 +16,18 @@ from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
+from ..common.tensors import dtype_name
 from ..pp_vpp.checks import checked_shards
 from ..pp_vpp.keys import chunk_numbers, layer_of, renumber
-from ..pp_vpp.layout import chunk_key, one_to_one
+from ..pp_vpp.layout import one_to_one
 from ..pp_vpp.rank_file import RankFile, take_apart
 from ..pp_vpp.sources import FILE_NAME, Side, look_at, refuse_other_files, shard_paths, shards_of
 from ..pp_vpp.torch_file import MappedFile, read, tensors
 from . import uses
-from .model import describe_model
 from .summary import (
     Amount,
     CheckpointSummary,
+    ModelSummary,
     OptimizerState,
     Use,
     count_files,
@@ -59,7 +61,7 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
         load=found.load,
         format=LEGACY,
         iteration=iteration,
-        model=describe_model(_layout(side)),
+        model=ModelSummary.of(_layout(side)),
         parallel=_parallel(side),
         parallel_from='the rank files',
         weights=_amounts(chunks),
@@ -125,7 +127,7 @@ def _optimizer(files: Mapping[Path, MappedFile]) -> OptimizerState:
 def _amounts(states: Iterable[Any]) -> dict[str, Amount]:
     found: dict[str, Amount] = {}
     for tensor in tensors(list(states)):
-        name = str(tensor.dtype).removeprefix('torch.')
+        name = dtype_name(tensor.dtype)
         before = found.get(name, Amount(0, 0))
         size = before.bytes + tensor.numel() * tensor.element_size()
         found[name] = Amount(before.tensors + 1, size)

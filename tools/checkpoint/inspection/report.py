@@ -6,7 +6,7 @@ from ..common.directory import LEGACY
 from ..common.progress import format_bytes
 from ..common.stdout import printable
 from .compare import Comparison
-from .summary import Amount, CheckpointSummary, Model
+from .summary import Amount, CheckpointSummary, ModelSummary
 
 _SHOWN = 4  # keys of each kind of difference
 
@@ -60,11 +60,11 @@ def comparison_text(comparison: Comparison) -> str:
     return '\n'.join(map(printable, lines))
 
 
-def _model(model: Model) -> str:
+def _model(model: ModelSummary) -> str:
     return ', '.join(_model_parts(model))
 
 
-def _model_parts(model: Model) -> Iterator[str]:
+def _model_parts(model: ModelSummary) -> Iterator[str]:
     if model.family == 'other':
         yield 'neither GPT nor hybrid by its keys'
         return

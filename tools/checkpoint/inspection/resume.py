@@ -4,13 +4,13 @@ Read are the metadata, the common state and the optimizers' settings; no tensor 
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import OPTIMIZER, parse_position
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
@@ -21,7 +21,6 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
-    OPTIMIZER,
     unstored_reason,
     unstored_state,
 )
@@ -35,8 +34,6 @@ from ..common.directory import DISTRIBUTED, find_checkpoint
 from ..common.paths import RELEASE
 from ..common.stdout import printable
 
-_ARGUMENTS = re.compile(r'args$')
-_SETTINGS = re.compile(r'(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/')
 _NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 
@@ -103,7 +100,7 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
         CheckpointingException: the optimizers' settings can't be read.
     """
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
-    settings = _stored_objects(directory, metadata, _SETTINGS, lambda name: True)
+    settings = _stored_objects(directory, metadata, _is_settings, lambda name: True)
     iteration = common.get('iteration')
     stored_checkpoint = StoredCheckpoint(
         layout_from_metadata(metadata), common, release=directory.name == RELEASE
@@ -136,7 +133,7 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
         CheckpointingException: there is none, with the reason.
     """
     found = find_checkpoint(checkpoint)
-    if found.format != DISTRIBUTED or found.metadata is None:
+    if found.format != DISTRIBUTED:
         raise CheckpointingException(
             f'{found.directory}: has the format {found.format}; only {DISTRIBUTED} checkpoints '
             f'can be looked at'
@@ -150,30 +147,38 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
     Raises:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
-    place = stored.common_state_place(metadata)
+    place = stored.common_state_slice(metadata)
     state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
     if state is None:
         # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
-        args = _stored_objects(directory, metadata, _ARGUMENTS, is_optimizer_class)
+        args = _stored_objects(directory, metadata, 'args'.__eq__, is_optimizer_class)
         state = dict(zip(['args'], args, strict=False))
     return state
 
 
 def _stored_objects(
-    directory: Path, metadata: Metadata, key: re.Pattern, stand_in_for: Callable[[str], bool]
+    directory: Path,
+    metadata: Metadata,
+    is_meant: Callable[[str], bool],
+    stand_in_for: Callable[[str], bool],
 ) -> list[Any]:
-    """The objects whose key begins as given, each read at its place in its file."""
+    """The objects that are meant, by their keys, each read at its place in its file."""
     return [
         stored.read_object(
             directory,
-            (place.relative_path, place.offset, place.length),
+            stored.Slice.of(info),
             index.fqn,
             stand_in_for=stand_in_for,
             trust_hint=_NOTHING_RUNS,
         )
-        for index, place in metadata.storage_data.items()
-        if key.match(index.fqn)
+        for index, info in metadata.storage_data.items()
+        if is_meant(index.fqn)
     ]
+
+
+def _is_settings(key: str) -> bool:
+    own = parse_position(key)
+    return own is not None and own.bucket is None and own.entry == OPTIMIZER
 
 
 def _steps(optimizer_state: Any) -> set[int]:

@@ -3,7 +3,12 @@
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE, CheckpointLayout
+from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop import (
+    hybrid_checkpoint_pattern,
+)
 
 from ..common.numbers import number_in
 
@@ -33,7 +38,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSummary:
     """The model behind a checkpoint, as its keys tell.
 
     Attributes:
@@ -57,6 +62,22 @@ class Model:
     moe: int
     latent_attention: bool
     mtp_layers: int
+
+    @classmethod
+    def of(cls, layout: CheckpointLayout) -> Self:
+        """What the keys tell."""
+        kinds = list(layout.mlp_kinds.values())
+        return cls(
+            family=layout.family,
+            evidence=layout.evidence,
+            layers=layout.num_layers,
+            stored_by='index' if layout.indexed else 'axis',
+            pattern=hybrid_checkpoint_pattern(layout) if layout.family == 'hybrid' else None,
+            dense=len(kinds) - kinds.count(MOE),
+            moe=kinds.count(MOE),
+            latent_attention=layout.latent_attention,
+            mtp_layers=layout.mtp_depths,
+        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +121,7 @@ class CheckpointSummary:
     load: str
     format: str
     iteration: int | None
-    model: Model
+    model: ModelSummary
     parallel: dict[str, int]
     parallel_from: str
     weights: dict[str, Amount]

@@ -22,9 +22,9 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     unstored_state,
 )
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.overlay import why_not_active
-from ..common.paths import resolve_checkpoint
 from ..merge.common_state import load_common_state
 from ..merge.source import read_source
 from .resume import ResumeReport, with_overlay

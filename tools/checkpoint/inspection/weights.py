@@ -6,29 +6,32 @@ overwrites the weight with it.
 """
 
 import math
-import re
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.key_arguments import OPTIMIZER_KEY_RE
-from megatron_overlay.standalone.dist_checkpointing.load_plan import FLATTENED, conversion_command
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, Metadata
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    MAIN_PARAMS,
+    is_training_state,
+    parse_key,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from tqdm import tqdm
+from megatron_overlay.standalone.dist_checkpointing.load_plan import FLATTENED, conversion_command
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_overlay.errors import CheckpointingException
 
+from ..common.progress import progress_bar
 from ..common.stdout import printable
+from ..merge.geometry import Box
+from ..merge.payload import OpenFiles
+from ..merge.plan import ChunkJob, StoredChunk
+from ..merge.source import Places, TensorEntry, tensor_entry
+from ..merge.verify import assembled
 from .resume import find_distributed
 
-_MAIN_PARAM = re.compile(r'(?:chained_\d+\.)?optimizer\.state\.(?:fp32_)?param\.(.+)')
+_OPEN_FILES = 64
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -87,10 +90,14 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
             stored by parameter, or can't be read.
     """
     directory, metadata = find_distributed(checkpoint)
-    chunks = _Chunks(directory, metadata)
+    tensors = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
     result = WeightCheck(directory)
-    pairs = list(_pairs(chunks.tensors, result))
-    if not pairs and any(_is_flattened(key, chunks.tensors) for key in result.not_compared):
+    pairs = list(_pairs(tensors, result))
+    if not pairs and any(_is_flattened(key, tensors) for key in result.not_compared):
         raise CheckpointingException(
             f'{directory}: the main parameters are stored in flattened shards ({FLATTENED}); '
             f'{conversion_command(str(directory))} puts them together and compares each with its '
@@ -101,21 +108,27 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
             f'{directory}: no optimizer.state.param.<weight> beside a <weight>; only optimizer '
             f'state stored by parameter (--dist-ckpt-optim-fully-reshardable) can be compared'
         )
-    remainders = True
-    size = sum(4 * math.prod(chunks.tensors[key].size) for key, _ in pairs)
-    with tqdm(total=size, unit='B', unit_scale=True, disable=None, desc='compared') as progress:
-        for key, weight in pairs:
-            chunks.check_complete(key)
+    remainders, places = True, Places(directory, metadata)
+    size = sum(4 * math.prod(tensors[key].size) for key, _ in pairs)
+    with (
+        progress_bar(size, 'compared', unit='B') as progress,
+        closing(OpenFiles(_OPEN_FILES)) as files,
+    ):
+        for pair in pairs:
+            entries = [tensor_entry(key, tensors[key], places) for key in pair]
             differing = 0
-            for box in chunks.tensors[key].chunks:
-                main, stored = chunks.read(key, box), chunks.read(weight, box)
+            for box in entries[0].chunks:
+                main, stored = (
+                    _read(directory, key, entry, box, files)
+                    for key, entry in zip(pair, entries, strict=True)
+                )
                 remainders &= _may_be_remainders(main)
                 differing += _count_different(main.to(stored.dtype), stored)
                 progress.update(4 * main.numel())
             result.compared += 1
             if differing:
-                result.different[weight] = differing
-                result.sizes[weight] = math.prod(chunks.tensors[weight].size)
+                result.different[pair[1]] = differing
+                result.sizes[pair[1]] = math.prod(entries[1].shape)
     if result.different and remainders:
         raise CheckpointingException(
             f'{directory}: the main parameters are whole numbers: their last 16 bits, as '
@@ -127,10 +140,10 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
 def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> Iterator[tuple]:
     """Keys of main parameters and their weights; notes in the result what makes no pair."""
     main_params = {
-        match[1]: key for key in tensors if (match := _MAIN_PARAM.fullmatch(key)) is not None
+        own.weight: key for key in tensors if (own := parse_key(key)).state in MAIN_PARAMS
     }
     result.without_main_param = [
-        key for key in tensors if key not in main_params and not _is_training_state(key)
+        key for key in tensors if key not in main_params and not is_training_state(key)
     ]
     for weight, key in main_params.items():
         stored = tensors.get(weight)
@@ -146,16 +159,11 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
 
 
 def _is_flattened(key: str, tensors: dict[str, TensorStorageMetadata]) -> bool:
-    match = _MAIN_PARAM.fullmatch(key)
-    weight = tensors.get(match[1]) if match else None
+    weight = tensors.get(parse_key(key).weight)
     if weight is None:
         return False
     stored = tensors[key].size
     return len(stored) == len(weight.size) + 1 and math.prod(stored) == math.prod(weight.size)
-
-
-def _is_training_state(key: str) -> bool:
-    return key.startswith(('rng_state', 'rerun_state')) or bool(OPTIMIZER_KEY_RE.match(key))
 
 
 def _may_be_remainders(main: torch.Tensor) -> bool:
@@ -167,56 +175,13 @@ def _count_different(main: torch.Tensor, weight: torch.Tensor) -> int:
     return int(((main != weight) & ~both_nan).sum())
 
 
-class _Chunks:
-    """Reads boxes of a checkpoint's tensors, without a process group."""
-
-    def __init__(self, directory: Path, metadata: Metadata):
-        self.directory = directory
-        self.tensors = {
-            key: entry
-            for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self._reader = FileSystemReader(directory)
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-
-    def check_complete(self, key: str) -> None:
-        """Make sure that the tensor's chunks have as many elements as the tensor."""
-        entry = self.tensors[key]
-        found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-        if found != math.prod(entry.size):
-            raise CheckpointingException(
-                f'{self.directory}: {key} is incomplete: its chunks have {found} elements, '
-                f'expected {math.prod(entry.size)}'
-            )
-
-    def read(self, key: str, box: ChunkStorageMetadata) -> torch.Tensor:
-        """The part of the tensor inside the box, from whatever chunks hold it."""
-        entry = self.tensors[key]
-        target = torch.empty(box.sizes, dtype=entry.properties.dtype, device='cpu')
-        items = create_read_items_for_chunk_list(key, entry, [box])
-        try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        except Exception as error:
-            reason = f'{type(error).__name__}: {error}'.splitlines()[0]
-            raise CheckpointingException(
-                f'{self.directory}: {key} can not be read ({reason})'
-            ) from error
-        if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise CheckpointingException(
-                f'{self.directory}: {key} is incomplete: expected chunks that cover '
-                f'{list(box.sizes)} at {list(box.offsets)}'
-            )
-        return target
-
-
-class _Into(DefaultLoadPlanner):
-    """Puts what a reader reads into one tensor."""
-
-    def __init__(self, target: torch.Tensor):
-        super().__init__()
-        self.target = target
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor, whatever is read."""
-        return self.target
+def _read(
+    directory: Path, key: str, entry: TensorEntry, box: Box, files: OpenFiles
+) -> torch.Tensor:
+    """The part of a tensor inside the box, from whatever chunks hold it."""
+    stored = [
+        StoredChunk(directory / piece.file, piece, other, entry.dtype)
+        for other, piece in entry.chunks.items()
+        if other == box or box.intersection(other)
+    ]
+    return assembled(ChunkJob(key, box, entry.dtype, ()), stored, files)

@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.tensors import dtype_name
 from .geometry import Box, runs
 from .payload import OpenFiles, SmallArchives, load_chunk, locate, read_exactly
 from .plan import ChunkJob, StoredChunk
@@ -209,13 +210,9 @@ def _sum_overflow(too_large: Path | None) -> str:
 def _cast_overflow(dtype: torch.dtype, value: float) -> str:
     wider = 'float32' if dtype == torch.bfloat16 else 'bfloat16 or float32'
     return (
-        f'{value:.6g} is beyond {_name(dtype)} ({torch.finfo(dtype).max:.6g}); use '
+        f'{value:.6g} is beyond {dtype_name(dtype)} ({torch.finfo(dtype).max:.6g}); use '
         f'--merge-save-dtype {wider}, or smaller weights'
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix('torch.')
 
 
 class _RawBuffer:

@@ -260,7 +260,7 @@ def save_template(dtype: torch.dtype, sizes: Sequence[int]) -> Template | None:
     count = math.prod(sizes)
     if not count:
         return None
-    probe = torch.arange(count * dtype.itemsize, device='cpu').to(torch.uint8)
+    probe = torch.arange(count * dtype.itemsize, dtype=torch.int64, device='cpu').to(torch.uint8)
     first = saved(torch.zeros_like(probe).view(dtype).view(tuple(sizes)))
     try:
         template = Template(first, b'data/0')

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path, natural, not_a_url, positive
@@ -225,10 +225,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return complain(reason)
 
     import_quickly('torch.distributed.checkpoint')
-    from ..common.errors import CheckpointError
-    from ..common.publish import Interrupted
     from .prepare import Request
-    from .ranks import RankLost
     from .report import report_text, write_json
     from .run import run_merge
 
@@ -240,14 +237,29 @@ def run(argv: Sequence[str] | None = None) -> int:
         **{name: given for name, given in vars(args).items() if name in Request.options()},
         on_plan=lambda result: told.append(_show_plan(result)),
     )
-    try:
+
+    def work() -> None:
         result = run_merge(request)
         if first and not args.dry_run:
             tell(report_text(result))  # published, whoever reads this
         if first and args.report:
             write_json(result, args.report)
+
+    return carry_out(work, rank) or int(args.dry_run and not all(told))
+
+
+def carry_out(work: Callable[[], None], rank: int) -> int:
+    """Do what one rank of several does; returns the exit code, having said why it isn't 0."""
+    from ..common.errors import CheckpointError
+    from ..common.publish import Interrupted
+    from .ranks import RankLost
+
+    try:
+        work()
     except CheckpointError as error:
-        if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
+        if rank == 0 or (
+            rank == 1 and isinstance(error, RankLost)
+        ):  # it may be rank 0 that is lost
             complain(error)
         return 1
     except Interrupted as stopped:
@@ -255,7 +267,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0 if all(told) or not args.dry_run else 1
+    return 0
 
 
 def _show_plan(result: 'MergeResult') -> bool:

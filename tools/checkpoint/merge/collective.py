@@ -1,22 +1,50 @@
 """Writing a checkpoint from several ranks, published as one or not at all."""
 
-from collections.abc import Callable, Mapping
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from ..common import publish
 from ..common.errors import CheckpointError
+from ..common.paths import CONFIG_NAME
+from ..common.progress import peak_memory, progress_bar
 from ..common.publish import Interrupted, Publication
+from .common_state import save_common_state
+from .places import Places, stored_places
+from .plan import MergePlan, RankShare
 from .ranks import RankLost, Ranks
 from .report import Timings
-from .writer import MergePlanner, MergeWriter, save_merged
+from .validate import validate_output
+from .writer import ChunkMaker, MergePlanner, MergeWriter, save_merged
+
+MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
 
 
 class _Result(Protocol):
     timings: Timings
+    bytes_read: int
+    peak_memory: list[int]
+
+
+@dataclass
+class Figures:
+    """One rank's part of a report: seconds, bytes."""
+
+    load: float
+    accumulate: float
+    save: float
+    verify: float
+    bytes_read: int
+    peak_memory: int
+    own_memory: int
 
 
 def publish_together[R: _Result](
@@ -65,6 +93,88 @@ def publish_together[R: _Result](
             raise RankLost(
                 f'rank 0 was lost while publishing; see whether {target} exists'
             ) from error
+
+
+def write_share[M: ChunkMaker](
+    ranks: Ranks,
+    share: RankShare,
+    plan: MergePlan | None,
+    staging: Path,
+    target: Path,
+    threads: int | None,
+    new_maker: Callable[[threading.Event], M],
+    common_state: Callable[[], Mapping[str, Any] | None],
+    verify: Callable[[Iterable[_StorageInfo], Callable[[int], object]], object] | None,
+    what: str,
+    memory: int,
+) -> tuple[Sequence[M], Figures]:
+    """Write this rank's chunks into the staging directory, and check them; collective.
+
+    Args:
+        plan: of the whole output; on rank 0
+        target: where ``staging`` will stand
+        threads: that write; None for torch's number of threads, at most ``MAX_THREADS``
+        new_maker: makes what fills chunks in one thread, until the event is set
+        common_state: gives that of the output, on rank 0; None where there is none to save
+        verify: looks at what was written, where the metadata says, and tells the bytes of each
+            chunk
+        what: is being done, for the progress bar
+        memory: that the process held at the beginning
+
+    Returns:
+        what filled the chunks, and the figures of it
+    """
+    started = perf_counter()
+    stop = threading.Event()
+    writer = MergeWriter(staging, target, threads or _default_threads(), stop)
+
+    def complete() -> list[Places] | None:
+        assert plan is not None
+        state = common_state()
+        if state is not None:
+            save_common_state(state, staging)
+            (staging / CONFIG_NAME).write_text(json.dumps(plan.config))
+        storage = validate_output(staging, plan)
+        return stored_places(plan, storage) if verify else None
+
+    total = share.source_bytes * (2 if verify else 1)
+    with progress_bar(total, what, unit='B', rank=ranks.rank) as bar:
+        planner = MergePlanner(share, plan, lambda: new_maker(stop), stop, bar.update)
+        ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
+        publish.step('written')
+        places = ranks.agree(complete, root_only=True)
+        publish.step('completed')
+        written = perf_counter()
+        if verify is not None:
+            own = ranks.scatter(places)
+            ranks.agree(lambda: verify(own, bar.update))
+    makers = planner.mergers
+    load = sum(maker.read_seconds for maker in makers) / max(len(makers), 1)
+    accumulate = sum(maker.math_seconds for maker in makers) / max(len(makers), 1)
+    copied = sum(job.piece.length for job in share.byte_entries)
+    return makers, Figures(
+        load,
+        accumulate,
+        max(written - started - load - accumulate, 0.0),
+        perf_counter() - written,
+        sum(maker.bytes_read for maker in makers) + copied,
+        peak_memory(),
+        peak_memory() - memory,
+    )
+
+
+def _default_threads() -> int:
+    return min(torch.get_num_threads(), MAX_THREADS)
+
+
+def summarise(result: _Result, figures: Sequence[Figures]) -> None:
+    """Put all ranks' figures into the result."""
+    result.timings.load = max(figure.load for figure in figures)
+    result.timings.accumulate = max(figure.accumulate for figure in figures)
+    result.timings.save = max(figure.save for figure in figures)
+    result.timings.verify = figures[0].verify
+    result.bytes_read = sum(figure.bytes_read for figure in figures)
+    result.peak_memory = [figure.peak_memory for figure in figures]
 
 
 def _check_staging(staging: Path) -> None:

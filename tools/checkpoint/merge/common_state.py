@@ -50,9 +50,7 @@ def load_common_state(source: Source, *, trust: bool = False) -> CommonState | N
     Raises:
         CheckpointError: damaged, or holds a class that isn't admitted
     """
-    embedded = source.embedded_common
-    place = None if embedded is None else embedded.place
-    state = read_common_state(source.directory, place, trust=trust)
+    state = read_common_state(source.directory, source.embedded_common, trust=trust)
     return None if state is None else CommonState(state, source.directory)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     list_iterations,
     parse_iteration_dirname,
     real_path,
-    resolve_checkpoint,
 )
 from .coefficients import load_coefficients
 from .schedules import checkpoint_coefficients

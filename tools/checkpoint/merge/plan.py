@@ -2,7 +2,7 @@
 
 import fnmatch
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,6 +128,17 @@ class MergePlan:
     config: dict[str, object] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
 
+    def copy(self, key: str, entry: Slice | TensorEntry, file: Callable[[str], Path]) -> None:
+        """Take over an entry as it is stored, in the files that ``file`` gives by their names."""
+        if isinstance(entry, Slice):
+            chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
+        else:
+            chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
+            self.copied_tensors[key] = _output_tensor(entry, entry.dtype)
+        self.byte_entries += [
+            BytesJob(key, file(piece.file), piece, offsets) for offsets, piece in chunks.items()
+        ]
+
     @property
     def output_bytes(self) -> int:
         """Bytes of all output tensors."""
@@ -202,17 +213,9 @@ def make_plan(
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
             plan.narrowed.append(key)
     for key, copied in extra_states.extra_states.items():
-        if isinstance(copied, Slice):
-            chunks: dict[tuple[int, ...] | None, Slice] = {None: copied}
-        else:
-            chunks = {box.offsets: piece for box, piece in copied.chunks.items()}
-            plan.copied_tensors[key] = _output_tensor(copied, copied.dtype)
-        plan.byte_entries += [
-            BytesJob(key, extra_states.file(piece.file), piece, offsets)
-            for offsets, piece in chunks.items()
-        ]
+        plan.copy(key, copied, extra_states.file)
     shares = (
-        _balanced(jobs, world_size)
+        balanced(jobs, [job.source_bytes for job in jobs], world_size)
         if balance
         else [jobs[rank::world_size] for rank in range(world_size)]
     )
@@ -248,12 +251,12 @@ def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[St
     return found
 
 
-def _balanced(jobs: Sequence[ChunkJob], world_size: int) -> list[list[ChunkJob]]:
-    """Greedy bin packing: each chunk, largest first, to the rank with the least so far."""
-    shares: list[list[ChunkJob]] = [[] for _ in range(world_size)]
+def balanced[T](jobs: Sequence[T], sizes: Sequence[int], world_size: int) -> list[list[T]]:
+    """Greedy bin packing: each job, largest first, to the rank with the least so far."""
+    shares: list[list[T]] = [[] for _ in range(world_size)]
     loads = [(0, rank) for rank in range(world_size)]
-    for job in sorted(jobs, key=lambda job: -job.source_bytes):
+    for number in sorted(range(len(jobs)), key=lambda number: -sizes[number]):
         load, rank = heapq.heappop(loads)
-        shares[rank].append(job)
-        heapq.heappush(loads, (load + job.source_bytes, rank))
+        shares[rank].append(jobs[number])
+        heapq.heappush(loads, (load + sizes[number], rank))
     return shares

@@ -1,11 +1,12 @@
 """Everything before the first byte is written: discover, validate, plan; on rank 0 only."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     TRACKER_NAME,
@@ -17,7 +18,6 @@ from ..common.paths import (
     refuse_tracker_directory,
     refuse_unreachable,
     refuse_url,
-    resolve_checkpoint,
 )
 from ..common.progress import format_bytes
 from ..common.publish import recover, refuse_existing
@@ -29,8 +29,6 @@ from .plan import MergePlan, make_plan
 from .report import MergeResult, refuse_report
 from .source import FLOAT8_DTYPES, Source, read_source
 from .validate import validate_given_extra_states, validate_sources
-
-MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
 
 
 @dataclass
@@ -120,34 +118,74 @@ def output_trackers(target: Path, output_iteration: int | None) -> dict[Path, st
     return {} if output_iteration is None else {target.parent: str(output_iteration)}
 
 
-def refuse_later_tracker(
+def refuse_target(
     target: Path,
-    output_iteration: int | None,
+    trackers: Mapping[Path, str],
+    dry_run: bool,
     given: str = '--output-iteration',
     way_out: str = 'give another --merge-output',
 ) -> None:
-    """Raise where the tracker that is to name the output names a later iteration.
+    """Raise where no output can be made, or its tracker names a later iteration.
 
     Training that resumes there would silently start from the earlier one. A tracker that says
-    nothing (missing, damaged, ``release``) is replaced.
+    nothing (missing, damaged, ``release``) is replaced. What a killed run left is put in order.
 
     Args:
+        trackers: see ``output_trackers``
         given, way_out: what the message calls the iteration, and what it says to do
 
     Raises:
-        CheckpointError: it does
+        CheckpointError: so it is
     """
-    for root in output_trackers(target, output_iteration):
+    refuse_existing(target, not dry_run and recover([target], trackers))
+    refuse_unreachable(target)
+    for root, iteration in trackers.items():
         refuse_tracker_directory(root)
         try:
             found = read_tracker(root)
         except CheckpointError:
             continue
-        if isinstance(found, int) and found > int(output_iteration or 0):
+        if isinstance(found, int) and found > int(iteration):
             raise CheckpointError(
-                f'{root / TRACKER_NAME}: names {found}, later than {given} {output_iteration}, '
+                f'{root / TRACKER_NAME}: names {found}, later than {given} {iteration}, '
                 f'which it would name instead; {way_out}'
             )
+
+
+def refuse_inside(target: Path, read_from: Mapping[Path, str]) -> None:
+    """Raise where the output lies in a checkpoint that is read, by what that is called.
+
+    Raises:
+        CheckpointError: it does
+    """
+    for directory, name in read_from.items():
+        if real_path(target).is_relative_to(real_path(directory)):
+            raise CheckpointError(f'{target}: lies inside {name}')
+
+
+def refuse_threads(threads: int | None) -> None:
+    """Raise where no thread would write.
+
+    Raises:
+        CheckpointError: so it is
+    """
+    if threads is not None and threads < 1:
+        raise CheckpointError(f'{threads} writer threads: expected 1 or more')
+
+
+def space_warnings(target: Path, content_bytes: int) -> list[str]:
+    """What to say where that much doesn't seem to fit."""
+    try:
+        disk = shutil.disk_usage(existing_parent(target))
+    except OSError:
+        return []
+    # some file systems don't say, and some compress
+    if not disk.total or disk.free >= content_bytes:
+        return []
+    return [
+        f'{format_bytes(content_bytes)} are to be written to {target}, where '
+        f'{format_bytes(disk.free)} are free'
+    ]
 
 
 def prepare(request: Request, world_size: int) -> Prepared:
@@ -203,10 +241,7 @@ def _free_target(request: Request, iteration: int | None) -> Path:
     """The output's directory, where one can be made, and named by no tracker of a later one."""
     refuse_url(request.output_dir)
     target = output_target(request.output_dir.absolute(), iteration)
-    finished = not request.dry_run and recover([target], output_trackers(target, iteration))
-    refuse_existing(target, finished)
-    refuse_unreachable(target)
-    refuse_later_tracker(target, iteration)
+    refuse_target(target, output_trackers(target, iteration), request.dry_run)
     return target
 
 
@@ -217,17 +252,14 @@ def _refuse_places(request: Request, inputs: Inputs, target: Path) -> Path | Non
     if request.common_state_checkpoint is not None:
         given = resolve_checkpoint(request.common_state_checkpoint)
         read_from.setdefault(given, f'--common-state-checkpoint {given}')
-    for directory, name in read_from.items():
-        if real_path(target).is_relative_to(real_path(directory)):
-            raise CheckpointError(f'{target}: lies inside {name}')
+    refuse_inside(target, read_from)
     if request.report is not None:
         refuse_report(request.report, target, read_from)
     return given
 
 
 def _refuse_options(request: Request) -> None:
-    if request.threads is not None and request.threads < 1:
-        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
+    refuse_threads(request.threads)
     if request.byte_accounting not in BYTE_ACCOUNTING:
         raise CheckpointError(
             f'byte accounting {request.byte_accounting!r}: expected {", ".join(BYTE_ACCOUNTING)}'
@@ -293,13 +325,7 @@ def _warnings(
     content_bytes: int,
     first: Source,
 ) -> list[str]:
-    found = []
-    free = _free_bytes(target)
-    if free is not None and free < content_bytes:  # no error: the file system may compress
-        found.append(
-            f'{format_bytes(content_bytes)} are to be written to {target}, where '
-            f'{format_bytes(free)} are free'
-        )
+    found = space_warnings(target, content_bytes)
     if iteration is None:
         found.append(
             'no tracker is written, and --load starts from random weights where it finds none; '
@@ -320,11 +346,3 @@ def _warnings(
     if common.origin is None:
         found.append("no input has common state; the output can't be resumed by its iteration")
     return found
-
-
-def _free_bytes(target: Path) -> int | None:
-    try:
-        disk = shutil.disk_usage(existing_parent(target))
-    except OSError:
-        return None
-    return disk.free if disk.total else None  # some file systems don't say

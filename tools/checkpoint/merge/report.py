@@ -6,10 +6,14 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.errors import CheckpointError
 from ..common.paths import TRACKER_NAME, real_path, refuse_unwritable
 from ..common.progress import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_REPORT_BYTES = 2**26
 
@@ -136,21 +140,20 @@ def _written(result: MergeResult) -> str:
     return f'{format_bytes(result.bytes_written)} of files ({content})'
 
 
-def write_json(result: MergeResult, file: Path) -> None:
-    """Write every figure as JSON.
+def write_json(result: 'DataclassInstance', file: Path) -> None:
+    """Write every figure of a result as JSON.
 
     Raises:
         CheckpointError: the file can't be written
     """
-    content = asdict(result) | {'output_dir': str(result.output_dir)}
     try:
-        file.write_text(json.dumps(content, indent=2) + '\n')
+        file.write_text(json.dumps(asdict(result), indent=2, default=str) + '\n')
     except OSError as error:
         raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
 
 
-def is_report(content: bytes) -> bool:
-    """Whether a file holds what ``write_json`` writes, or nothing, and so may be replaced."""
+def is_report(content: bytes, of: type['DataclassInstance'] = MergeResult) -> bool:
+    """Whether a file holds such a result by ``write_json``, or nothing, and so may be replaced."""
     if not content.strip():
         return True
     try:
@@ -159,21 +162,27 @@ def is_report(content: bytes) -> bool:
         return False
     required = {
         field.name
-        for field in fields(MergeResult)
+        for field in fields(of)
         if field.default is field.default_factory is MISSING  # reports of other versions have them
     }
     return isinstance(found, dict) and required <= set(found)
 
 
-def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> None:
+def refuse_report(
+    report: Path,
+    target: Path,
+    read_from: Mapping[Path, str],
+    of: type['DataclassInstance'] = MergeResult,
+) -> None:
     """Raise where writing a report would damage something, or can't work.
 
     What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
 
     Args:
         report: the file
-        target: the directory that the merge writes
-        read_from: checkpoint directories that the merge reads, and what they are called
+        target: the directory that is written
+        read_from: checkpoint directories that are read, and what they are called
+        of: the result that is reported
 
     Raises:
         CheckpointError: it lies in one of the checkpoints, or is something else that exists
@@ -194,9 +203,9 @@ def refuse_report(report: Path, target: Path, read_from: Mapping[Path, str]) -> 
         if not stat.S_ISREG(mode):
             raise CheckpointError(f'--report-json {report}: exists and is no file; name another')
         refuse_unwritable(report, file)
-        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes()):
+        if found.st_size > MAX_REPORT_BYTES or not is_report(file.read_bytes(), of):
             raise CheckpointError(
-                f'--report-json {report}: exists and is no report of a merge; name another file'
+                f'--report-json {report}: exists and is no such report; name another file'
             )
     except FileNotFoundError:
         refuse_unwritable(report, file.parent)

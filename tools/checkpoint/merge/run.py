@@ -1,32 +1,26 @@
 """A merge from beginning to end, collectively over all ranks."""
 
 import hashlib
-import json
-import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-import torch
-
-from ..common import publish
 from ..common.errors import CheckpointError
-from ..common.paths import CONFIG_NAME, METADATA_NAME
-from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.stored import check_file
+from ..common.paths import METADATA_NAME
+from ..common.progress import resident_memory
+from ..common.stored import check_files
 from .accumulate import ChunkMerger
-from .collective import publish_together, save_on_ranks
-from .common_state import output_common_state, save_common_state
+from .collective import publish_together, summarise, write_share
+from .common_state import output_common_state
 from .integrity import verify_manifests, write_manifest
-from .places import Places, stored_places
 from .plan import RankShare
-from .prepare import MAX_THREADS, Prepared, Request, prepare
+from .prepare import Prepared, Request, prepare
 from .ranks import Ranks, joined_ranks
 from .report import MergeResult
-from .validate import validate_output
 from .verify import verify_share
-from .writer import MergePlanner, MergeWriter
 
 
 @dataclass
@@ -87,12 +81,9 @@ def _check_visible(orders: _Orders) -> None:
                 f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
                 'inputs must be on storage that all ranks share'
             )
-    needed: Counter[Path] = Counter()
     pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
-    for path, piece in [*pieces, *((job.path, job.piece) for job in share.byte_entries)]:
-        needed[path] = max(needed[path], piece.offset + piece.length)
-    for path, size in needed.items():
-        check_file(path, size)
+    pieces += [(job.path, job.piece) for job in share.byte_entries]
+    check_files((path, piece.end) for path, piece in pieces)
 
 
 def _write(
@@ -121,124 +112,53 @@ def _fill(
     memory: int,
 ) -> MergeResult | None:
     """Write and check the output in the staging directory; its figures on rank 0."""
-    started = perf_counter()
-    stop = threading.Event()
-    threads = request.threads or min(torch.get_num_threads(), MAX_THREADS)
-    bar_total = orders.share.source_bytes * (2 if request.verify else 1)
-    with progress_bar(bar_total, 'merging', unit='B', rank=ranks.rank) as bar:
-        planner = MergePlanner(
-            orders.share,
-            prepared.plan if prepared else None,
-            lambda: ChunkMerger(
-                orders.weights,
-                block_elements=request.block_elements,
-                allow_nonfinite=request.allow_nonfinite,
-                stop=stop,
-            ),
-            stop,
-            bar.update,
-        )
-        writer = MergeWriter(staging, orders.target, threads, stop)
-        ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
-        publish.step('written')
-        places = ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
-        publish.step('completed')
-        written = perf_counter()
-        if request.verify:
-            own = ranks.scatter(places)
-            ranks.agree(
-                lambda: verify_share(staging, orders.share, own, orders.weights, bar.update)
-            )
+    mergers, figures = write_share(
+        ranks,
+        orders.share,
+        prepared.plan if prepared else None,
+        staging,
+        orders.target,
+        request.threads,
+        lambda stop: ChunkMerger(
+            orders.weights,
+            block_elements=request.block_elements,
+            allow_nonfinite=request.allow_nonfinite,
+            stop=stop,
+        ),
+        lambda: _common_state(prepared),
+        partial(verify_share, staging, orders.share, orders.weights) if request.verify else None,
+        'merging',
+        memory,
+    )
+    checking = perf_counter()
     if request.save_integrity:
         write_manifest(staging, ranks)
-    figures = ranks.gather(
-        _figures(request, ranks, planner, orders, staging, written - started, memory)
-    )
-    if prepared is None or figures is None:
-        return None
-    _summarise(prepared.result, figures)
-    prepared.result.timings.verify = perf_counter() - written
-    return prepared.result
-
-
-def _complete(request: Request, prepared: Prepared | None, staging: Path) -> list[Places] | None:
-    """Common state and format of the output, then its metadata against the plan.
-
-    Returns:
-        for ``--verify``, by rank, where the metadata on disk says that entries are stored
-    """
-    assert prepared is not None
-    save_common_state(
-        output_common_state(prepared.common, prepared.provenance(), prepared.output_iteration),
-        staging,
-    )
-    (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
-    storage = validate_output(staging, prepared.plan)
-    return stored_places(prepared.plan, storage) if request.verify else None
-
-
-@dataclass
-class _Figures:
-    """One rank's part of the report."""
-
-    load: float
-    accumulate: float
-    save: float
-    bytes_read: int
-    bytes_written: int
-    peak_memory: int
-    merge_memory: int
-    nonfinite: Counter[str]
-
-
-def _figures(
-    request: Request,
-    ranks: Ranks,
-    planner: MergePlanner[ChunkMerger],
-    orders: _Orders,
-    staging: Path,
-    wall: float,
-    memory: int,
-) -> _Figures:
-    mergers = planner.mergers
-    load = sum(merger.read_seconds for merger in mergers) / max(len(mergers), 1)
-    accumulate = sum(merger.math_seconds for merger in mergers) / max(len(mergers), 1)
     nonfinite: Counter[str] = Counter()
     for merger in mergers:
         nonfinite.update({f'{path}: {key}': n for (path, key), n in merger.nonfinite.items()})
-    written = 0
-    if request.byte_accounting in ('each-rank', 'all'):
-        written = _size_of(staging, f'__{ranks.rank}_*')
-        if ranks.rank == 0:
-            written += _size_of(staging, '[!_]*')
-    elif request.byte_accounting == 'rank0' and ranks.rank == 0:
-        written = _size_of(staging, '*')
-    return _Figures(
-        load,
-        accumulate,
-        max(wall - load - accumulate, 0.0),
-        sum(merger.bytes_read for merger in mergers)
-        + sum(job.piece.length for job in orders.share.byte_entries),
-        written,
-        peak_memory(),
-        peak_memory() - memory,
-        nonfinite,
-    )
+    written = _bytes_written(request.byte_accounting, ranks.rank, staging)
+    of_ranks = ranks.gather((figures, written, nonfinite))
+    if prepared is None or of_ranks is None:
+        return None
+    result = prepared.result
+    summarise(result, [figures for figures, _, _ in of_ranks])
+    result.timings.verify += perf_counter() - checking
+    result.merge_memory = [figures.own_memory for figures, _, _ in of_ranks]
+    result.bytes_written = sum(written for _, written, _ in of_ranks) or result.bytes_written
+    result.nonfinite_inputs = dict(sum((found for _, _, found in of_ranks), Counter()))
+    return result
 
 
-def _size_of(directory: Path, pattern: str) -> int:
-    return sum(path.stat().st_size for path in directory.glob(pattern))
+def _common_state(prepared: Prepared | None) -> dict[str, Any]:
+    assert prepared is not None
+    return output_common_state(prepared.common, prepared.provenance(), prepared.output_iteration)
 
 
-def _summarise(result: MergeResult, figures: list[_Figures]) -> None:
-    result.timings.load = max(figure.load for figure in figures)
-    result.timings.accumulate = max(figure.accumulate for figure in figures)
-    result.timings.save = max(figure.save for figure in figures)
-    result.bytes_read = sum(figure.bytes_read for figure in figures)
-    result.bytes_written = sum(figure.bytes_written for figure in figures) or result.bytes_written
-    result.peak_memory = [figure.peak_memory for figure in figures]
-    result.merge_memory = [figure.merge_memory for figure in figures]
-    total: Counter[str] = Counter()
-    for figure in figures:
-        total.update(figure.nonfinite)
-    result.nonfinite_inputs = dict(total)
+def _bytes_written(accounting: str, rank: int, staging: Path) -> int:
+    """Size of the files that this rank looks at."""
+    patterns: list[str] = []
+    if accounting in ('each-rank', 'all'):
+        patterns = [f'__{rank}_*', *(['[!_]*'] if rank == 0 else [])]
+    elif accounting == 'rank0' and rank == 0:
+        patterns = ['*']
+    return sum(path.stat().st_size for pattern in patterns for path in staging.glob(pattern))

@@ -1,12 +1,18 @@
 """What a ``torch_dist`` checkpoint holds and where, from its DCP metadata alone."""
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    MODEL,
+    TRAINING,
+    is_extra_state,
+    kind_of,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -15,34 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
-from ..common.errors import CheckpointError, one_line, shown
+from ..common.errors import CheckpointError, one_line, reading, shown
 from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
-from ..common.stored import COMMON_KEY, Place, check_file, stored_file
+from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
+from ..common.tensors import dtype_name
 from .geometry import Box, tiling_fault
 
 FORMAT = 'torch_dist'
 
-MODEL_KEY = re.compile(r'(model\d*|decoder|embedding|output_layer|mtp)\.')
 FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
-_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
-TRAINING_KEY = re.compile(
-    r'(chained_\d+\.)*(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)[\w.]*(/|\.|$)'
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Bytes of one entry: ``length`` bytes from ``offset`` of ``file`` (relative, a .distcp)."""
-
-    file: str
-    offset: int
-    length: int
-
-    @property
-    def place(self) -> Place:
-        """The same for the reader of stored objects."""
-        return self.file, self.offset, self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +92,6 @@ class Source:
         path = self.directory / COMMON_FILE
         return path if path.exists() else None
 
-    @property
-    def has_common_state(self) -> bool:
-        """Whether it has common state in either form."""
-        return self.embedded_common is not None or self.common_file is not None
-
     def slices(self) -> Iterable[Slice]:
         """Every slice that a merge may read."""
         for entry in (*self.tensors.values(), *self.extra_states.values()):
@@ -130,15 +113,9 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     """
     source = Source(directory, read_config(directory))
     metadata = load_dcp_metadata(directory, trust=trust)
-    try:
+    with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         _take_entries(source, metadata, model_only)
-    except CheckpointError:
-        raise
-    except Exception as error:  # fields of any type, where the file was damaged
-        raise CheckpointError(
-            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
-        ) from error
-    _check_files(source)
+    check_files((source.file(piece.file), piece.end) for piece in source.slices())
     return source
 
 
@@ -146,15 +123,16 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
     places = Places(source.directory, metadata)
     foreign: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
-        if TRAINING_KEY.match(key):
+        kind = kind_of(key)
+        if kind in TRAINING:
             source.left_out.append(key)
-        elif key.split('/')[0] == 'common_state':
+        elif kind == COMMON:
             _take_common(source, key, entry, places)
-        elif not MODEL_KEY.match(key):
+        elif kind != MODEL:
             foreign.append(key)
         elif isinstance(entry, TensorStorageMetadata):
             taken = tensor_entry(key, entry, places)
-            if _EXTRA_STATE.fullmatch(key):
+            if is_extra_state(key):
                 source.extra_states[key] = taken
             else:
                 _check_averaged(source.directory, key, taken.dtype)
@@ -211,8 +189,7 @@ def _take_common(source: Source, key: str, entry: object, places: 'Places') -> N
 
 
 def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> None:
-    name = key.split('/shard_')[0]
-    if not isinstance(entry, BytesStorageMetadata) or not _EXTRA_STATE.fullmatch(name):
+    if not isinstance(entry, BytesStorageMetadata) or not is_extra_state(key):
         raise CheckpointError(
             f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
             '_extra_state'
@@ -223,8 +200,8 @@ def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> No
 def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
     if dtype not in _AVERAGED_DTYPES:
         raise CheckpointError(
-            f"{directory}: {key}: dtype {_name(dtype)} can't be averaged, expected one of "
-            + ', '.join(sorted(map(_name, _AVERAGED_DTYPES)))
+            f"{directory}: {key}: dtype {dtype_name(dtype)} can't be averaged, expected one of "
+            + ', '.join(sorted(map(dtype_name, _AVERAGED_DTYPES)))
         )
 
 
@@ -245,7 +222,7 @@ def tensor_entry(key: str, entry: TensorStorageMetadata, places: 'Places') -> Te
         if piece.length < box.numel * dtype.itemsize:
             raise CheckpointError(
                 f'{directory}: {key} at {box.offsets}: {piece.length} bytes are stored, fewer than '
-                f'{box.numel} elements of {_name(dtype)} take; the metadata is damaged'
+                f'{box.numel} elements of {dtype_name(dtype)} take; the metadata is damaged'
             )
         chunks[box] = piece
     fault = tiling_fault(shape, list(chunks))
@@ -300,15 +277,6 @@ def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> Non
         )
 
 
-def _check_files(source: Source) -> None:
-    """Every file is there and long enough for what the metadata says it holds."""
-    needed: dict[str, int] = {}
-    for piece in source.slices():
-        needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
-    for name, size in needed.items():
-        check_file(source.directory / name, size)
-
-
 def _some(keys: list[str]) -> str:
     more = f' and {len(keys) - 3} more' if len(keys) > 3 else ''
     return ', '.join(sorted(keys)[:3]) + more
@@ -320,7 +288,3 @@ def _kind(entry: object) -> str:
         if isinstance(entry, TensorStorageMetadata)
         else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix('torch.')

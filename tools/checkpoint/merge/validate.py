@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import without_shard
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError
-from ..common.stored import check_file
+from ..common.stored import check_files
 from .geometry import Box
 from .plan import MergePlan
 from .source import Source, TensorEntry
@@ -104,7 +106,7 @@ def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> Non
 
 def _extra_state_differences(other: Source, first: Source) -> Iterator[Difference]:
     kinds = [
-        {key.split('/shard_')[0]: isinstance(entry, TensorEntry) for key, entry in entries.items()}
+        {without_shard(key): isinstance(entry, TensorEntry) for key, entry in entries.items()}
         for entries in (other.extra_states, first.extra_states)
     ]
     mixed = {name for name, kind in kinds[0].items() if kinds[1].get(name, kind) != kind}
@@ -116,7 +118,7 @@ def _extra_state_differences(other: Source, first: Source) -> Iterator[Differenc
     yield from _key_differences(
         '_extra_state entries',
         *(
-            [key for key in source.extra_states if key.split('/shard_')[0] not in mixed]
+            [key for key in source.extra_states if without_shard(key) not in mixed]
             for source in (other, first)
         ),
     )
@@ -145,7 +147,6 @@ def validate_output(directory: Path, plan: MergePlan) -> dict[MetadataIndex, _St
             or entry.properties.dtype != tensor.dtype
         ):
             raise CheckpointError(f'{directory}: {key}: written metadata differs from the plan')
-    sizes: dict[str, int] = {}
     count = 0
     for index, smallest, largest in _planned_lengths(plan):
         count += 1
@@ -156,11 +157,10 @@ def validate_output(directory: Path, plan: MergePlan) -> dict[MetadataIndex, _St
             or (isinstance(entries[index.fqn], BytesStorageMetadata) != (index.offset is None))
         ):
             raise CheckpointError(f'{directory}: {entry_name(index)}: was not written')
-        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
     if len(storage) != count:
         raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {count}')
-    for name, size in sizes.items():
-        check_file(directory / name, size)
+    file = cache(directory.joinpath)
+    check_files((file(at.relative_path), at.offset + at.length) for at in storage.values())
     return storage
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..common.errors import CheckpointError
+from ..common.tensors import same_bits
 from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare, StoredChunk
 from .source import Slice
@@ -24,8 +25,8 @@ _OPEN_FILES = 64
 def verify_share(
     directory: Path,
     share: RankShare,
-    places: Iterable[_StorageInfo],
     weights: Sequence[float],
+    places: Iterable[_StorageInfo],
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Check what one rank wrote.
@@ -33,22 +34,19 @@ def verify_share(
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
-        places: where each of them is stored
         weights: one for each source
+        places: where each of the share's entries is stored
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    written = (
-        (directory / place.relative_path, Slice(place.relative_path, place.offset, place.length))
-        for place in places
-    )
+    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:
             path, piece = next(written)
             output = StoredChunk(path, piece, job.box, job.dtype)
-            if not _same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
+            if not same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
                 raise CheckpointError(
                     f'{path}: {job.key} at {job.box.offsets}: differs from the weighted sum of its '
                     'inputs; the output is not published'
@@ -61,13 +59,13 @@ def verify_share(
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:
     rounded = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
-    total = _assembled(job, job.stored[0], files).float() * rounded[0]
+    total = assembled(job, job.stored[0], files).float() * rounded[0]
     for stored, weight in zip(job.stored[1:], rounded[1:], strict=True):
-        total.add_(_assembled(job, stored, files).float(), alpha=weight)
+        total.add_(assembled(job, stored, files).float(), alpha=weight)
     return total.to(job.dtype)
 
 
-def _assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
+def assembled(job: ChunkJob, stored: Sequence[StoredChunk], files: OpenFiles) -> torch.Tensor:
     """One source's elements of the output chunk, by slicing whole chunks."""
     result = torch.empty(job.box.sizes, dtype=stored[0].dtype, device='cpu')
     for part in stored:
@@ -100,10 +98,3 @@ def _loaded(key: str, part: StoredChunk, files: OpenFiles) -> torch.Tensor:
 
 def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, origin, strict=True))
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of the bytes, so that NaN equals itself."""
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )

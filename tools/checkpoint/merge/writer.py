@@ -62,7 +62,11 @@ class _Bytes(io.BytesIO):
 
 
 class ChunkMaker(Protocol):
-    """Makes output chunks, in one writer thread."""
+    """Makes output chunks, in one writer thread, and counts seconds and bytes."""
+
+    read_seconds: float
+    math_seconds: float
+    bytes_read: int
 
     def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
         """Fill ``out``, one-dimensional, of the chunk's dtype and number of elements."""

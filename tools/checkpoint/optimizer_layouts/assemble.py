@@ -13,13 +13,13 @@ from time import perf_counter
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.tensors import as_bits
 from ..merge.accumulate import BLOCK_ELEMENTS, Stopped
 from ..merge.payload import OpenFiles, load_chunk, locate, read_exactly
 from ..merge.plan import ChunkJob, StoredChunk
 from .plan import OutputChunk, Piece
 
 _OPEN_FILES = 64
-_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NotItsWeightError(CheckpointError):
@@ -90,7 +90,7 @@ class Assembler:
             stored = _view(self._block, weight.dtype, values.numel())
             self._read(source, start, stored)
             begin = perf_counter()
-            same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+            same = as_bits(values.to(weight.dtype)) == as_bits(stored)
             if not same.all():
                 at = start + int((~same).nonzero()[0])
                 raise NotItsWeightError(_mismatch(job, weight, pieces, main, stored, at, start))
@@ -107,7 +107,7 @@ class Assembler:
                 values = _view(self._other, piece.stored.dtype, count)
                 self._read(source, piece.start + start, values)
                 at = piece.at + start
-                same = _as_bits(values) == _as_bits(out[at : at + count])
+                same = as_bits(values) == as_bits(out[at : at + count])
                 if same.all():
                     continue
                 different += count - int(same.sum())
@@ -123,7 +123,7 @@ class Assembler:
     ) -> None:
         stored = _view(self._block, weight.dtype, values.numel())
         self._read(self._open(weight, job.weight_key), at, stored)
-        same = _as_bits(values.to(weight.dtype)) == _as_bits(stored)
+        same = as_bits(values.to(weight.dtype)) == as_bits(stored)
         if not same.all():
             first = int((~same).nonzero()[0])
             raise NotItsWeightError(_mismatch(job, weight, [piece], values, stored, at + first, at))
@@ -165,10 +165,6 @@ class _Opened:
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
     return memory[: count * dtype.itemsize].view(dtype)
-
-
-def _as_bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(_AS_BITS[values.itemsize])
 
 
 def _mismatch(

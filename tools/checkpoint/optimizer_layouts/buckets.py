@@ -7,27 +7,21 @@ where a data-parallel rank's share ends, and what is between them.
 """
 
 import math
-import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_position
 
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box
 from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
-from .plan import PARAM, Piece, stored_chunk
+from .plan import Piece, stored_chunk
 
 ALIGNMENT = 64  # elements; parameters start at multiples of it
-
-_KEY = re.compile(
-    r'(?P<position>(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+))'
-    r'\.gbuf_idx_(?P<buffer>\d+)\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)'
-    r'\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)'
-)
 
 
 @dataclass
@@ -91,17 +85,16 @@ def read_buffers(checkpoint: Checkpoint) -> dict[tuple[int, int], list[Buffer]]:
     )
     dtypes: dict[tuple[int, int, int], torch.dtype] = {}
     for key, entry in checkpoint.optimizer.items():
-        match = _KEY.fullmatch(key)
-        if match is None:
+        own = parse_position(key)
+        if own is None or own.bucket is None:
             raise CheckpointError(
                 f'{checkpoint.directory}: {key}: expected a bucket of the dp_reshardable format'
             )
-        position = int(match['chain'] or 0), int(match['group'])
-        buffer, number = int(match['buffer']), int(match['bucket'])
-        dtypes[(*position, buffer)] = getattr(torch, match['dtype'])
-        buckets = found[position][buffer]
-        bucket = buckets.setdefault(number, Bucket(key.removesuffix('.' + match['state'])))
-        bucket.tensors[match['state']] = key, entry
+        position = own.chain, own.group
+        dtypes[(*position, own.buffer)] = getattr(torch, own.dtype)
+        buckets = found[position][own.buffer]
+        bucket = buckets.setdefault(own.bucket, Bucket(key.removesuffix('.' + own.entry)))
+        bucket.tensors[own.entry] = key, entry
     states = {state for _, entry in _tensors(found) for state in entry.tensors}
     for _, bucket in _tensors(found):
         _check_bucket(checkpoint, bucket, states)

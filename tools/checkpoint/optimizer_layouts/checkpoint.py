@@ -1,10 +1,17 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
-import re
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    COMMON,
+    OPTIMIZER,
+    TRAINING,
+    is_extra_state,
+    kind_of,
+)
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
@@ -18,15 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import load_dcp_metadata
-from ..common.errors import CheckpointError, one_line
+from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
-from ..common.stored import check_file, common_state_place, read_common_state
+from ..common.stored import check_files, common_state_slice, read_common_state
 from ..merge.common_state import CommonState
-from ..merge.source import TRAINING_KEY, Places, Slice, TensorEntry, read_config, tensor_entry
+from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
 
-OPTIMIZER_KEY = re.compile(r'(chained_\d+\.)*optimizer\.')
 _FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
-_EXTRA_STATE = re.compile(r'(.*\.)?_extra_state\d*')
 
 
 @dataclass
@@ -56,11 +61,11 @@ class Checkpoint:
     reshaped: dict[str, object] = field(default_factory=dict)
     _files: dict[str, Path] = field(default_factory=dict, repr=False)
 
-    def file(self, piece: Slice) -> Path:
+    def file(self, name: str) -> Path:
         """The file of a slice; one object for each, of which a plan has many."""
-        if piece.file not in self._files:
-            self._files[piece.file] = self.directory / piece.file
-        return self._files[piece.file]
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
 
     @property
     def args(self) -> object:
@@ -81,38 +86,38 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
     """
     config = read_config(directory)
     metadata = load_dcp_metadata(directory, trust=trust)
-    state = read_common_state(directory, common_state_place(metadata), trust=trust)
+    state = read_common_state(directory, common_state_slice(metadata), trust=trust)
     if state is None:
         raise CheckpointError(f'{directory}: no common state, expected one of a training run')
     checkpoint = Checkpoint(directory, config, CommonState(state, directory))
-    try:
+    with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         checkpoint.format = stored_optimizer_format(
             StoredCheckpoint(layout_from_metadata(metadata), state)
         )
         _take_entries(checkpoint, metadata)
-    except CheckpointError:
-        raise
-    except Exception as error:  # fields of any type, where the file was damaged
-        raise CheckpointError(
-            f'{directory / METADATA_NAME}: damaged: {type(error).__name__}: {one_line(error)}'
-        ) from error
-    _check_files(checkpoint)
+    entries = (checkpoint.copied, checkpoint.optimizer, checkpoint.optimizer_objects)
+    check_files(
+        (directory / piece.file, piece.end)
+        for entry in itertools.chain.from_iterable(part.values() for part in entries)
+        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
+    )
     return checkpoint
 
 
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
     directory, places = checkpoint.directory, Places(checkpoint.directory, metadata)
     for key, entry in metadata.state_dict_metadata.items():
-        if key.split('/')[0] == 'common_state':
+        kind = kind_of(key)
+        if kind == COMMON:
             continue
-        of_optimizer = OPTIMIZER_KEY.match(key)
+        of_optimizer = kind == OPTIMIZER
         if isinstance(entry, TensorStorageMetadata):
             tensor = tensor_entry(key, entry, places)
             if of_optimizer:
                 checkpoint.optimizer[key] = tensor
                 continue
             checkpoint.copied[key] = tensor
-            if not TRAINING_KEY.match(key) and not _EXTRA_STATE.fullmatch(key):
+            if kind not in TRAINING and not is_extra_state(key):
                 checkpoint.weights[key] = tensor
         elif isinstance(entry, BytesStorageMetadata):
             piece = places.slice(MetadataIndex(key))
@@ -120,16 +125,3 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
         else:
             raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
     checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})
-
-
-def _check_files(checkpoint: Checkpoint) -> None:
-    needed: dict[str, int] = {}
-    for entry in (
-        *checkpoint.copied.values(),
-        *checkpoint.optimizer.values(),
-        *checkpoint.optimizer_objects.values(),
-    ):
-        for piece in entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,):
-            needed[piece.file] = max(needed.get(piece.file, 0), piece.offset + piece.length)
-    for name, size in needed.items():
-        check_file(checkpoint.directory / name, size)

@@ -71,9 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         '--report-json',
+        dest='report',
         type=local_path,
         metavar='FILE',
-        help='also write the report (or, with --dry-run, the plan) as JSON, into a new file',
+        help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
+        'replaced only where it is such a report',
     )
     return parser
 
@@ -82,55 +84,39 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse, convert, report; returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.report_json is not None and not os.path.isdir(args.report_json.absolute().parent):
-        parser.error(f'--report-json {args.report_json}: no such directory')
+    if args.report is not None and not os.path.isdir(args.report.absolute().parent):
+        parser.error(f'--report-json {args.report}: no such directory')
     reason = missing_packages()
     if reason is None and not os.path.exists(args.load_dir):
         reason = f"{args.load_dir}: doesn't exist"
-    if reason is None and args.report_json and os.path.isfile(args.report_json):
-        if os.path.getsize(args.report_json):
-            reason = f'--report-json {args.report_json}: exists; name another file'
     if reason is not None:
         return complain(reason)
 
     import_quickly('torch.distributed.checkpoint')
-    from ..common.errors import CheckpointError
-    from ..common.publish import Interrupted
-    from ..merge.ranks import RankLost
-    from .prepare import Request
-    from .report import already_text, report_text, write_json
+    from ..merge.cli import carry_out
+    from ..merge.report import write_json
+    from .prepare import ConversionRequest
+    from .report import already_text, report_text
     from .run import run_conversion
 
     rank = int(os.environ.get('RANK', '0'))
     first = rank == 0
     told: list[bool] = []
-    request = Request(
-        load_dir=args.load_dir,
-        save_dir=args.save_dir,
-        iteration=args.iteration,
-        dry_run=args.dry_run,
-        verify=args.verify,
-        trust_checkpoints=args.trust_checkpoints,
+    request = ConversionRequest(
+        **vars(args),
         on_plan=lambda result: told.append(_show_plan(result)),
     )
-    try:
+
+    def work() -> None:
         result = run_conversion(request)
         if first and result.already:
             tell(already_text(result))
         elif first and not args.dry_run:
             tell(report_text(result))  # published, whoever reads this
-        if first and args.report_json:
-            write_json(result, args.report_json)
-    except CheckpointError as error:
-        if first or (rank == 1 and isinstance(error, RankLost)):  # it may be rank 0 that is lost
-            complain(error)
-        return 1
-    except Interrupted as stopped:
-        complain(stopped)
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0 if all(told) or not args.dry_run else 1
+        if first and args.report:
+            write_json(result, args.report)
+
+    return carry_out(work, rank) or int(args.dry_run and not all(told))
 
 
 def _show_plan(result: 'ConversionResult') -> bool:

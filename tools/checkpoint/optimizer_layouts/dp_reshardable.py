@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box
@@ -20,7 +21,7 @@ from .buckets import Buffer, read_buffers
 from .checkpoint import Checkpoint
 from .order import Order, possible_orders
 from .parameters import Model, Parameter, Part, read_model
-from .plan import PARAM, OptimizerPlan, OutputChunk, Piece, Position, output_chunks, state_key
+from .plan import OptimizerPlan, OutputChunk, Piece, Position, output_chunks
 from .settings import is_of_experts, read_settings
 from .stages import Chunks, Placed, fit_buffers, fit_chunks, split
 

@@ -9,22 +9,26 @@ and 0.14. Up to 0.10 state of a one-dimensional weight has the weight's shape, c
 """
 
 import math
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    FP32_PARAM,
+    PARAM,
+    parse_key,
+    state_key,
+)
 
 from ..common.errors import CheckpointError, shown
 from ..merge.geometry import Box
 from ..merge.plan import OutputTensor
 from .checkpoint import Checkpoint
-from .plan import PARAM, OptimizerPlan, Piece, Position, output_chunks, state_key, stored_chunk
+from .plan import OptimizerPlan, Piece, Position, output_chunks, stored_chunk
 
-_KEY = re.compile(r'((?:chained_\d+\.)?optimizer)\.state\.([^.]+)\.(.+)')
-_STATES = {'fp32_param': PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
+_STATES = {FP32_PARAM: PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
 _STEP = 'step'
 
 
@@ -58,14 +62,14 @@ def _stored_states(checkpoint: Checkpoint) -> dict[str, tuple[str, dict[str, str
     directory = checkpoint.directory
     found: dict[str, tuple[str, dict[str, str]]] = {}
     for key in [*checkpoint.optimizer, *checkpoint.optimizer_objects]:
-        match = _KEY.fullmatch(key)
-        if match is None or match[2] not in _STATES or key in checkpoint.optimizer_objects:
+        own = parse_key(key)
+        if own.optimizer is None or own.state not in _STATES or key in checkpoint.optimizer_objects:
             raise CheckpointError(
                 f'{directory}: {key}: expected tensors optimizer.state.<state>.<weight> with '
                 f'{", ".join(_STATES)} only; the state of another optimizer than Adam has no place '
                 'in fully_reshardable'
             )
-        optimizer, state, weight = match.groups()
+        optimizer, state, weight = own.optimizer, own.state, own.weight
         if weight not in checkpoint.weights:
             raise CheckpointError(
                 f'{directory}: {key}: there is no weight {weight}; the checkpoint is damaged, take '

@@ -7,12 +7,12 @@ of a Mamba mixer). Where a key has no number, layers and experts are stacked on 
 stored weight: ``decoder.layers.mlp.linear_fc1.weight`` of shape (layers, …).
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import expert_of, parse_key
 
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box
@@ -24,12 +24,8 @@ from .checkpoint import Checkpoint
 _SPLIT = (('z', 'x', 'B', 'C', 'dt'), ('x', 'B', 'C'))
 _PARTS = {part for parts in _SPLIT for part in parts}
 
-_LAYER = re.compile(
-    r'(?P<block>(?:decoder|encoder|mtp)\.layers)\.(?:(?P<layer>\d+)\.)?(?P<name>.+)'
-)
-_EXPERT = re.compile(r'mlp\.experts\.(?:local_)?experts\.(?:(?P<expert>\d+)\.)?(?P<name>.+)')
 # Saved with the weights, without being trained.
-_BUFFER = re.compile(r'(.*\.)?(expert_bias|local_tokens_per_expert|inv_freq)')
+_BUFFERS = ('expert_bias', 'local_tokens_per_expert', 'inv_freq')
 
 Part = tuple[str, Box]
 """FQN of a weight and one of its chunks."""
@@ -100,7 +96,7 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     Raises:
         CheckpointError: chunks that no known way of splitting a parameter makes
     """
-    buffers = dict.fromkeys(key for key in checkpoint.weights if _BUFFER.fullmatch(key))
+    buffers = dict.fromkeys(key for key in checkpoint.weights if key.rpartition('.')[2] in _BUFFERS)
     units: dict[tuple[str, int, int, str], dict[str, list[Part]]] = defaultdict(dict)
     dtypes: dict[tuple[str, int, int, str], torch.dtype] = {}
     for key, entry in checkpoint.weights.items():
@@ -132,16 +128,16 @@ def _units(
     """Block, layer, expert and name of each parameter in a weight, its part, and its chunks."""
     block, layer, expert, name = '', -1, -1, key
     axes = 0
-    match = _LAYER.fullmatch(key)
-    if match:
-        block, name = match['block'], match['name']
-        axes += match['layer'] is None
-        layer = int(match['layer'] or -1)
-    of_expert = _EXPERT.fullmatch(name)
+    own = parse_key(key)
+    if own.block and not own.prefix:
+        block, name = own.block, own.part
+        axes += own.layer is None
+        layer = -1 if own.layer is None else own.layer
+    of_expert = expert_of(name)
     if of_expert:
-        name = of_expert['name']
-        axes += of_expert['expert'] is None
-        expert = int(of_expert['expert'] or -1)
+        number, name = of_expert
+        axes += number is None
+        expert = -1 if number is None else number
     stem, _, last = name.rpartition('.')
     part = last if last in _PARTS and stem else ''
     name = stem if part else name

@@ -7,20 +7,29 @@ An example: saved by two data-parallel ranks, ``optimizer.state.exp_avg.output_l
 one chunk of two pieces: the parameter crosses the end of the first rank's share of its bucket.
 """
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    PARAM,
+    parse_key,
+    state_key,
+)
 
 from ..merge.geometry import Box
-from ..merge.plan import BytesJob, ChunkJob, MergePlan, OutputTensor, RankShare, StoredChunk
-from ..merge.source import Slice, TensorEntry
+from ..merge.plan import (
+    BytesJob,
+    ChunkJob,
+    MergePlan,
+    OutputTensor,
+    RankShare,
+    StoredChunk,
+    balanced,
+)
+from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
-
-STATE_PREFIX = 'optimizer.state'
-PARAM = 'param'
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class OutputChunk(ChunkJob):
     @property
     def weight_key(self) -> str:
         """FQN of the weight that the state is of."""
-        return self.key.split('.', 3)[3]
+        return parse_key(self.key).weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +130,10 @@ class ConversionPlan(MergePlan):
     optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
 
 
-def state_key(state: str, weight: str) -> str:
-    """``optimizer.state.exp_avg.output_layer.weight``."""
-    return f'{STATE_PREFIX}.{state}.{weight}'
-
-
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
     """A chunk of a stored tensor as a plan refers to it."""
     piece = entry.chunks[box]
-    return StoredChunk(checkpoint.file(piece), piece, box, entry.dtype)
+    return StoredChunk(checkpoint.file(piece.file), piece, box, entry.dtype)
 
 
 def output_chunks(
@@ -172,33 +176,15 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
     )
     plan.tensors = optimizer.tensors
     for key, entry in checkpoint.copied.items():
-        if isinstance(entry, Slice):
-            chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
-        else:
-            chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
-            plan.copied_tensors[key] = OutputTensor(entry.shape, entry.dtype, tuple(entry.chunks))
-        plan.byte_entries += [
-            BytesJob(key, checkpoint.file(piece), piece, offsets)
-            for offsets, piece in chunks.items()
-        ]
-    plan.shares = _shares(optimizer.chunks, plan.byte_entries, world_size)
+        plan.copy(key, entry, checkpoint.file)
+    jobs = [*optimizer.chunks, *plan.byte_entries]
+    sizes = [job.source_bytes for job in optimizer.chunks]
+    sizes += [job.piece.length for job in plan.byte_entries]
+    plan.shares = [
+        RankShare(
+            tuple(job for job in share if isinstance(job, OutputChunk)),
+            tuple(job for job in share if isinstance(job, BytesJob)),
+        )
+        for share in balanced(jobs, sizes, world_size)
+    ]
     return plan
-
-
-def _shares(
-    chunks: Sequence[OutputChunk], copied: Sequence[BytesJob], world_size: int
-) -> list[RankShare]:
-    jobs: list[OutputChunk | BytesJob] = [*chunks, *copied]
-    sizes = [job.source_bytes for job in chunks] + [job.piece.length for job in copied]
-    made: list[list[OutputChunk]] = [[] for _ in range(world_size)]
-    taken: list[list[BytesJob]] = [[] for _ in range(world_size)]
-    loads = [(0, rank) for rank in range(world_size)]
-    for number in sorted(range(len(jobs)), key=lambda number: -sizes[number]):
-        job, size = jobs[number], sizes[number]
-        load, rank = heapq.heappop(loads)
-        heapq.heappush(loads, (load + size, rank))
-        if isinstance(job, BytesJob):
-            taken[rank].append(job)
-        else:
-            made[rank].append(job)
-    return [RankShare(tuple(m), tuple(t)) for m, t in zip(made, taken, strict=True)]

@@ -1,33 +1,37 @@
 """Everything before the first byte is written: find, read metadata, plan; on rank 0 only."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
+
+from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
-    existing_parent,
     iteration_dir,
     parse_iteration_dirname,
-    real_path,
-    refuse_unreachable,
     refuse_url,
-    resolve_checkpoint,
 )
-from ..common.progress import format_bytes
-from ..common.publish import recover, refuse_existing
 from ..merge.common_state import refuse_unstorable
-from ..merge.prepare import output_target, output_trackers, refuse_later_tracker
+from ..merge.prepare import (
+    output_target,
+    output_trackers,
+    refuse_inside,
+    refuse_target,
+    refuse_threads,
+    space_warnings,
+)
+from ..merge.report import refuse_report
 from .checkpoint import Checkpoint, read_checkpoint
 from .formats import TARGET, plan_optimizer
-from .plan import PARAM, STATE_PREFIX, ConversionPlan, make_plan
+from .plan import ConversionPlan, make_plan
 from .report import ConversionResult
 
 
 @dataclass
-class Request:
+class ConversionRequest:
     """What to convert; see the command line for the meaning of each.
 
     Attributes:
@@ -35,6 +39,7 @@ class Request:
         save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
         iteration: of the root; None for the one that the tracker names
         threads: writer threads of each rank; None as in a merge
+        report: file that the caller writes when all is done; checked before anything is written
         on_plan: shown the plan on rank 0 before anything is written
     """
 
@@ -45,21 +50,21 @@ class Request:
     verify: bool = False
     trust_checkpoints: bool = False
     threads: int | None = None
+    report: Path | None = None
     on_plan: Callable[[ConversionResult], object] = field(default=lambda result: None)
 
 
 @dataclass
-class Prepared:
+class PreparedConversion:
     """What rank 0 found out; no plan where there is nothing to do."""
 
     checkpoint: Checkpoint
-    target: Path
     trackers: dict[Path, str]
     plan: ConversionPlan | None
     result: ConversionResult
 
 
-def prepare(request: Request, world_size: int) -> Prepared:
+def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     """Read the checkpoint and plan the conversion.
 
     Raises:
@@ -70,28 +75,26 @@ def prepare(request: Request, world_size: int) -> Prepared:
     iteration = _iteration(checkpoint)
     refuse_url(request.save_dir)
     target = output_target(request.save_dir.absolute(), iteration)
+    read_from = {directory: f'the input {directory}'}
+    if request.report is not None:
+        refuse_report(request.report, target, read_from, ConversionResult)
     result = ConversionResult(
         directory, target, checkpoint.format, world_size=world_size, dry_run=request.dry_run
     )
     if checkpoint.format == TARGET:
         result.already = True
-        return Prepared(checkpoint, target, {}, None, result)
+        return PreparedConversion(checkpoint, {}, None, result)
     trackers = output_trackers(target, iteration)
-    finished = not request.dry_run and recover([target], trackers)
-    refuse_existing(target, finished)
-    refuse_unreachable(target)
-    refuse_later_tracker(target, iteration, 'the iteration', 'give another --save-dir')
-    if real_path(target).is_relative_to(real_path(directory)):
-        raise CheckpointError(f'{target}: lies inside the input {directory}')
-    if request.threads is not None and request.threads < 1:
-        raise CheckpointError(f'{request.threads} writer threads: expected 1 or more')
+    refuse_target(target, trackers, request.dry_run, 'the iteration', 'give another --save-dir')
+    refuse_inside(target, read_from)
+    refuse_threads(request.threads)
     refuse_unstorable(checkpoint.common)
     plan = make_plan(checkpoint, plan_optimizer(checkpoint), world_size)
     _fill_result(result, plan)
-    return Prepared(checkpoint, target, trackers, plan, result)
+    return PreparedConversion(checkpoint, trackers, plan, result)
 
 
-def _input(request: Request) -> Path:
+def _input(request: ConversionRequest) -> Path:
     refuse_url(request.load_dir)
     if request.iteration is None:
         return resolve_checkpoint(request.load_dir)
@@ -121,7 +124,7 @@ def _iteration(checkpoint: Checkpoint) -> int:
 
 def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     optimizer = plan.optimizer
-    main = [job for job in optimizer.chunks if job.key.startswith(f'{STATE_PREFIX}.{PARAM}.')]
+    main = [job for job in optimizer.chunks if parse_key(job.key).state == PARAM]
     result.tensors = len(optimizer.tensors)
     result.elements = sum(job.box.numel for job in main)
     result.copies = sum(job.box.numel * len(job.copies) for job in main)
@@ -131,10 +134,4 @@ def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     result.copied_bytes = sum(job.piece.length for job in plan.byte_entries)
     result.content_bytes = plan.output_bytes + result.copied_bytes
     result.rank_bytes = [share.source_bytes for share in plan.shares]
-    result.warnings = [*optimizer.notes]
-    disk = shutil.disk_usage(existing_parent(result.output_dir))
-    if disk.total and disk.free < result.content_bytes:  # no error: it may compress
-        result.warnings.append(
-            f'{format_bytes(result.content_bytes)} are to be written to {result.output_dir}, '
-            f'where {format_bytes(disk.free)} are free'
-        )
+    result.warnings = [*optimizer.notes, *space_warnings(result.output_dir, result.content_bytes)]

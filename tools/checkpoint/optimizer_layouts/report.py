@@ -1,10 +1,8 @@
 """Figures of a conversion, and how they and the plan are shown."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..common.errors import CheckpointError
 from ..common.progress import format_bytes, format_rate, format_seconds
 from ..merge.report import Timings
 from .plan import Position
@@ -126,19 +124,3 @@ def already_text(result: ConversionResult) -> str:
         f'{result.input_dir}: the optimizer state is fully_reshardable already, which loads into '
         'any layout; nothing was written'
     )
-
-
-def write_json(result: ConversionResult, file: Path) -> None:
-    """Write every figure as JSON.
-
-    Raises:
-        CheckpointError: the file can't be written
-    """
-    content = asdict(result) | {
-        'input_dir': str(result.input_dir),
-        'output_dir': str(result.output_dir),
-    }
-    try:
-        file.write_text(json.dumps(content, indent=2) + '\n')
-    except OSError as error:
-        raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error

@@ -1,45 +1,27 @@
 """A conversion from beginning to end, collectively over all ranks."""
 
-import json
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-import torch
-
-from ..common import publish
-from ..common.paths import CONFIG_NAME
-from ..common.progress import peak_memory, progress_bar, resident_memory
-from ..common.stored import check_file
-from ..merge.collective import publish_together, save_on_ranks
-from ..merge.common_state import save_common_state
-from ..merge.places import Places, stored_places
+from ..common.progress import resident_memory
+from ..common.stored import check_files
+from ..merge.collective import publish_together, summarise, write_share
 from ..merge.plan import RankShare
-from ..merge.prepare import MAX_THREADS
 from ..merge.ranks import Ranks, joined_ranks
 from ..merge.source import Slice
-from ..merge.validate import validate_output
-from ..merge.writer import MergePlanner, MergeWriter
 from .assemble import Assembler
 from .common_state import converted_common_state
 from .plan import OutputChunk
-from .prepare import Prepared, Request, prepare
+from .prepare import ConversionRequest, PreparedConversion, prepare
 from .report import ConversionResult
 from .verify import verify_share
 
 
-@dataclass
-class _Orders:
-    """What rank 0 tells each rank."""
-
-    share: RankShare
-    target: Path
-
-
-def run_conversion(request: Request) -> ConversionResult:
+def run_conversion(request: ConversionRequest) -> ConversionResult:
     """Convert, collectively over all ranks.
 
     Raises:
@@ -55,30 +37,25 @@ def run_conversion(request: Request) -> ConversionResult:
         result = ranks.broadcast(prepared.result if prepared else None)
         if result.already:
             return result
-        orders = ranks.scatter(
-            [_Orders(share, prepared.target) for share in prepared.plan.shares]
-            if prepared and prepared.plan
-            else None
-        )
-        ranks.agree(lambda: _check_visible(orders.share))
+        shares = prepared.plan.shares if prepared and prepared.plan else None
+        share = ranks.scatter(shares)
+        ranks.agree(lambda: _check_visible(share))
         if request.dry_run:
             return result
         return publish_together(
             ranks,
-            orders.target,
+            result.output_dir,
             prepared.trackers if prepared else None,
-            lambda staging: _fill(request, ranks, prepared, orders, staging, memory),
+            lambda staging: _fill(
+                request, ranks, prepared, share, staging, result.output_dir, memory
+            ),
             begin,
         )
 
 
 def _check_visible(share: RankShare) -> None:
     """This rank sees every file that it is to read, in full."""
-    needed: Counter[Path] = Counter()
-    for path, piece in _slices(share):
-        needed[path] = max(needed[path], piece.offset + piece.length)
-    for path, size in needed.items():
-        check_file(path, size)
+    check_files((path, piece.end) for path, piece in _slices(share))
 
 
 def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
@@ -92,102 +69,43 @@ def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
 
 
 def _fill(
-    request: Request,
+    request: ConversionRequest,
     ranks: Ranks,
-    prepared: Prepared | None,
-    orders: _Orders,
+    prepared: PreparedConversion | None,
+    share: RankShare,
     staging: Path,
+    target: Path,
     memory: int,
 ) -> ConversionResult | None:
     """Write and check the output in the staging directory; its figures on rank 0."""
-    started = perf_counter()
-    stop = threading.Event()
-    threads = request.threads or min(torch.get_num_threads(), MAX_THREADS)
-    bar_total = orders.share.source_bytes * (2 if request.verify else 1)
-    with progress_bar(bar_total, 'converting', unit='B', rank=ranks.rank) as bar:
-        planner = MergePlanner(
-            orders.share,
-            prepared.plan if prepared else None,
-            lambda: Assembler(stop),
-            stop,
-            bar.update,
-        )
-        writer = MergeWriter(staging, orders.target, threads, stop)
-        ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
-        publish.step('written')
-        places = ranks.agree(lambda: _complete(request, prepared, staging), root_only=True)
-        publish.step('completed')
-        written = perf_counter()
-        if request.verify:
-            own = ranks.scatter(places)
-            ranks.agree(lambda: verify_share(staging, orders.share, own, bar.update))
-    figures = ranks.gather(_figures(planner.mergers, orders.share, written - started, memory))
-    if prepared is None or figures is None:
-        return None
-    _summarise(prepared.result, figures)
-    prepared.result.timings.verify = perf_counter() - written
-    return prepared.result
-
-
-def _complete(request: Request, prepared: Prepared | None, staging: Path) -> list[Places] | None:
-    """Common state and format of the output, then its metadata against the plan.
-
-    Returns:
-        for ``--verify``, by rank, where the metadata on disk says that entries are stored
-    """
-    assert prepared is not None and prepared.plan is not None
-    save_common_state(
-        converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings),
+    assemblers, figures = write_share(
+        ranks,
+        share,
+        prepared.plan if prepared else None,
         staging,
+        target,
+        request.threads,
+        Assembler,
+        lambda: _common_state(prepared),
+        partial(verify_share, staging, share) if request.verify else None,
+        'converting',
+        memory,
     )
-    (staging / CONFIG_NAME).write_text(json.dumps(prepared.plan.config))
-    storage = validate_output(staging, prepared.plan)
-    return stored_places(prepared.plan, storage) if request.verify else None
-
-
-@dataclass
-class _Figures:
-    """One rank's part of the report."""
-
-    load: float
-    proof: float
-    save: float
-    bytes_read: int
-    proven: int
-    different_copies: Counter[str]
-    peak_memory: int
-    memory: int
-
-
-def _figures(assemblers: list[Assembler], share: RankShare, wall: float, memory: int) -> _Figures:
-    threads = max(len(assemblers), 1)
-    load = sum(assembler.read_seconds for assembler in assemblers) / threads
-    proof = sum(assembler.math_seconds for assembler in assemblers) / threads
     different: Counter[str] = Counter()
     for assembler in assemblers:
         different.update(assembler.different_copies)
-    return _Figures(
-        load,
-        proof,
-        max(wall - load - proof, 0.0),
-        sum(assembler.bytes_read for assembler in assemblers)
-        + sum(job.piece.length for job in share.byte_entries),
-        sum(assembler.proven for assembler in assemblers),
-        different,
-        peak_memory(),
-        peak_memory() - memory,
-    )
+    proven = sum(assembler.proven for assembler in assemblers)
+    of_ranks = ranks.gather((figures, proven, different))
+    if prepared is None or of_ranks is None:
+        return None
+    result = prepared.result
+    summarise(result, [figures for figures, _, _ in of_ranks])
+    result.conversion_memory = [figures.own_memory for figures, _, _ in of_ranks]
+    result.proven = sum(proven for _, proven, _ in of_ranks)
+    result.different_copies = dict(sum((found for _, _, found in of_ranks), Counter()))
+    return result
 
 
-def _summarise(result: ConversionResult, figures: list[_Figures]) -> None:
-    result.timings.load = max(figure.load for figure in figures)
-    result.timings.accumulate = max(figure.proof for figure in figures)
-    result.timings.save = max(figure.save for figure in figures)
-    result.bytes_read = sum(figure.bytes_read for figure in figures)
-    result.proven = sum(figure.proven for figure in figures)
-    result.peak_memory = [figure.peak_memory for figure in figures]
-    result.conversion_memory = [figure.memory for figure in figures]
-    total: Counter[str] = Counter()
-    for figure in figures:
-        total.update(figure.different_copies)
-    result.different_copies = dict(total)
+def _common_state(prepared: PreparedConversion | None) -> dict[str, Any]:
+    assert prepared is not None and prepared.plan is not None
+    return converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings)

@@ -1,20 +1,17 @@
 """Settings of the optimizers, which the older formats store for each model-parallel position."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import parse_position
 
 from ..common.errors import CheckpointError, shown
 from ..common.stored import read_object
 from ..merge.common_state import without_optimizer_classes
 from .checkpoint import Checkpoint
 
-_OBJECT = re.compile(
-    r'(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1'
-)
 _OF_BUCKETS = ('per_bucket_numel', 'per_bucket_numel_unpadded', 'param_state')
 
 
@@ -29,11 +26,11 @@ def read_settings(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """
     found: dict[int, dict[int, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for key, piece in checkpoint.optimizer_objects.items():
-        match = _OBJECT.fullmatch(key)
-        if match is None or match[3] in _OF_BUCKETS:
+        own = parse_position(key)
+        if own is None or own.entry in _OF_BUCKETS:
             continue
-        value = read_object(checkpoint.directory, piece.place, key)
-        found[int(match[1] or 0)][int(match[2])][match[3]] = without_optimizer_classes(value)
+        value = read_object(checkpoint.directory, piece, key)
+        found[own.chain][own.group][own.entry] = without_optimizer_classes(value)
     if sorted(found) != list(range(len(found))) or not found:
         raise CheckpointError(
             f'{checkpoint.directory}: settings of the optimizers {sorted(found)} are stored, '

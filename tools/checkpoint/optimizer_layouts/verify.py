@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..common.errors import CheckpointError
+from ..common.tensors import same_bits
 from ..merge.payload import load_chunk, read_bytes
 from ..merge.plan import RankShare
 from ..merge.source import Slice
@@ -33,15 +34,12 @@ def verify_share(
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    written = (
-        (directory / place.relative_path, Slice(place.relative_path, place.offset, place.length))
-        for place in places
-    )
+    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
     for job in share.chunks:
         assert isinstance(job, OutputChunk)
         path, piece = next(written)
         found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
-        if not _same_bits(found, _expected(job)):
+        if not same_bits(found, _expected(job)):
             raise CheckpointError(
                 f'{path}: {job.key} at {job.box.offsets}: differs from what the input stores; the '
                 'output is not published'
@@ -50,7 +48,7 @@ def verify_share(
             weight = load_chunk(
                 job.weight.path, job.weight.piece, job.weight_key, job.weight.dtype, job.box.sizes
             )
-            if not _same_bits(found.to(weight.dtype), weight):
+            if not same_bits(found.to(weight.dtype), weight):
                 raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: not its weight')
         on_bytes(job.source_bytes)
     for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
@@ -66,9 +64,3 @@ def _expected(job: OutputChunk) -> torch.Tensor:
         part = chunk.reshape(-1)[piece.start : piece.start + piece.count]
         result[piece.at : piece.at + piece.count] = part
     return result.view(job.box.sizes)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )

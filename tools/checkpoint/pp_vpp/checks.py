@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_extra_state
 
 from ..common.errors import CheckpointError, shown
 from ..common.numbers import whole
@@ -94,7 +95,7 @@ def checked_shards(
         tensor_size = len({tp for other, (tp, _) in paths if other == side})
         files = read_shard(of_shard, plan, read)
         for (_, stage), file in files.items():
-            model.add(_Entry(file, side, (stage, tp, ep or 0), tensor_size))
+            model.add(_Checked(file, side, (stage, tp, ep or 0), tensor_size))
         yield (side, (tp, ep)), files
     model.finish()
 
@@ -197,7 +198,7 @@ def _refuse_misplaced(where: str, outside: Sequence[str], at: _Position) -> None
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Checked:
     """A file, its side, the (pipeline, tensor, expert) rank of its directory, its tensor size."""
 
     file: RankFile
@@ -210,7 +211,7 @@ class _Entry:
 Found = Iterator[tuple[Hashable, str, Any]]
 
 
-def _model_args(entry: _Entry) -> Found:
+def _model_args(entry: _Checked) -> Found:
     for name in (*_SHAPE_ARGS, _PADDED_VOCABULARY):
         if hasattr(entry.file.args, name):
             value = getattr(entry.file.args, name)
@@ -219,7 +220,7 @@ def _model_args(entry: _Entry) -> Found:
             yield (name, scope), name, value if number is None else number
 
 
-def _run_args(entry: _Entry) -> Found:
+def _run_args(entry: _Checked) -> Found:
     """The same on all tensor and expert ranks of a stage."""
     for chunk in entry.file.chunks:
         args = entry.file.stage_state(chunk).get('args')
@@ -228,7 +229,7 @@ def _run_args(entry: _Entry) -> Found:
                 yield (name, entry.side, chunk or 0, entry.rank[0]), name, getattr(args, name)
 
 
-def _shapes(entry: _Entry) -> Found:
+def _shapes(entry: _Checked) -> Found:
     for key, shape in _layer_shapes(entry.file):
         yield (key, None if key.endswith(_REPLICATED) else entry.tensor_size), key, tuple(shape)
 
@@ -246,7 +247,7 @@ class _Columns:
         return self.each * self.ranks
 
 
-def _columns(entry: _Entry) -> Found:
+def _columns(entry: _Checked) -> Found:
     """Columns of all tensor ranks together are as many in every stage."""
     for key, shape in _layer_shapes(entry.file):
         if key.endswith(_ROW_PARALLEL) and len(shape) == 2:
@@ -261,7 +262,7 @@ def _layer_shapes(file: RankFile) -> Iterator[tuple[str, torch.Size]]:
     for chunk in file.chunks.values():
         for key, value in chunk.items():
             # a buffer of bytes may be of any size
-            if layer_of(key) is None or key.endswith('_extra_state'):
+            if layer_of(key) is None or is_extra_state(key):
                 continue
             if isinstance(value, torch.Tensor):
                 shapes.setdefault(renumber(key, 0), set()).add(value.shape)
@@ -270,11 +271,11 @@ def _layer_shapes(file: RankFile) -> Iterator[tuple[str, torch.Size]]:
             yield key, several.pop()
 
 
-def _has_optimizer(entry: _Entry) -> Found:
+def _has_optimizer(entry: _Checked) -> Found:
     yield None, '', entry.file.optimizer is not None
 
 
-def _has_stepped(entry: _Entry) -> Found:
+def _has_stepped(entry: _Checked) -> Found:
     for slot in list(entry.file.slots.values())[:1]:  # all have state, or none
         yield None, '', slot.state is not None
 
@@ -286,7 +287,7 @@ _OTHER_RUN = _OTHER_ARGS + 'of different runs'
 
 # What all files share, and what is said of the first that differs from one before it. Of the last
 # two it is the file that lacks something that is to blame.
-_SHARED: dict[Callable[[_Entry], Found], str] = {
+_SHARED: dict[Callable[[_Checked], Found], str] = {
     _model_args: _OTHER_ARGS + 'of different models',
     _run_args: _OTHER_RUN,
     _columns: (
@@ -314,7 +315,7 @@ class _Model:
         self._known: dict[Any, dict[Any, tuple[Any, Path]]] = {find: {} for find in _SHARED}
         self._directories: dict[Path, Placed] = {}
 
-    def add(self, entry: _Entry) -> None:
+    def add(self, entry: _Checked) -> None:
         path = entry.file.path
         for find, known in self._known.items():
             for scope, what, value in find(entry):

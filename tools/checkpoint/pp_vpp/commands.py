@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
+
 from ..common.errors import CheckpointError
-from .layout import ChunkId, OutputSide, Plan, chunk_key, interleaved, one_to_one, resplit
+from .layout import ChunkId, OutputSide, Plan, interleaved, one_to_one, resplit
 from .sources import Side, refuse_unproven_empty
 
 Sides = Mapping[str, Side]

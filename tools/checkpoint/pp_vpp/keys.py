@@ -1,37 +1,39 @@
-"""The grammar of a rank file's keys: chunks, layers, and what stands outside the layers."""
+"""A rank file's keys: chunks, layers, and what stands outside the layers."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    DECODER,
+    ENCODER,
+    MTP_PREFIX,
+    chunk_key,
+    chunk_number,
+    parse_key,
+)
+
 from ..common.errors import CheckpointError
-from .layout import chunk_key, first_missing
+from .layout import first_missing
 
 EMBEDDING = 'embedding.word_embeddings.weight'
 HEAD = 'output_layer.weight'
 
-_CHUNK = re.compile(r'model(\d+)?')
-# As Megatron writes numbers: two ways to write one could make two keys the same.
-_LAYER = re.compile(
-    r'(decoder\.layers\.|encoder\.layers\.)(0|[1-9]\d{0,99})(\..+)', re.DOTALL | re.ASCII
+_FINAL_NORMS = tuple(
+    f'{stack}.final_{norm}.' for stack in ('decoder', 'encoder') for norm in ('norm', 'layernorm')
 )
-_FINAL_NORM = re.compile(r'(decoder|encoder)\.final_(layer)?norm\.')
-
-
-def is_chunk(key: Any) -> bool:
-    """Whether a rank file's key is ``model`` or ``model<n>``."""
-    return _CHUNK.fullmatch(str(key)) is not None
 
 
 def layer_of(key: str) -> int | None:
     """Number of the layer in its chunk that a key belongs to; None for embedding, norm, head."""
-    match = _LAYER.fullmatch(key)
-    return int(match.group(2)) if match else None
+    own = parse_key(key)
+    is_one = own.block in (DECODER, ENCODER) and own.part and not own.prefix
+    return own.layer if is_one else None
 
 
 def renumber(key: str, layer: int) -> str:
-    """The key with another layer number."""
-    return _LAYER.sub(lambda match: f'{match.group(1)}{layer}{match.group(3)}', key)
+    """The key with another layer number; one outside the layers as it is."""
+    own = parse_key(key)
+    return key if layer_of(key) is None else f'{own.block}.{layer}.{own.part}'
 
 
 def is_embedding(key: str) -> bool:
@@ -41,7 +43,7 @@ def is_embedding(key: str) -> bool:
 
 def is_prediction(key: str) -> bool:
     """Whether a key belongs to multi-token prediction."""
-    return key.startswith('mtp.')
+    return key.startswith(MTP_PREFIX)
 
 
 def is_head(key: str) -> bool:
@@ -51,7 +53,7 @@ def is_head(key: str) -> bool:
 
 def is_final_norm(key: str) -> bool:
     """Whether a key belongs to the norm after the last layer."""
-    return _FINAL_NORM.match(key) is not None
+    return key.startswith(_FINAL_NORMS)
 
 
 def chunk_numbers(state: Mapping[Any, Any], where: object) -> list[int | None]:
@@ -60,8 +62,8 @@ def chunk_numbers(state: Mapping[Any, Any], where: object) -> list[int | None]:
     Raises:
         CheckpointError: no model, both forms, or a chunk missing in between
     """
-    found = [_CHUNK.fullmatch(key) for key in state if isinstance(key, str)]
-    numbers = sorted(int(match.group(1)) for match in found if match and match.group(1))
+    found = [chunk_number(key) for key in state if isinstance(key, str)]
+    numbers = sorted(number for number in found if number is not None)
     plain = 'model' in state
     if plain and numbers:
         raise CheckpointError(
@@ -100,19 +102,19 @@ def count_layers(state: Any, where: str) -> int:
                 f'{where}, key {key}: nested model state from before megatron-core, expected '
                 'flat keys such as decoder.layers.0.…; re-save it with megatron-core first'
             )
-        match = _LAYER.fullmatch(key)
-        if match:
-            numbers.setdefault(match.group(1), set()).add(int(match.group(2)))
+        layer = layer_of(key)
+        if layer is not None:
+            numbers.setdefault(str(parse_key(key).block), set()).add(layer)
     if len(numbers) > 1:
         raise CheckpointError(
             f'{where}: both encoder and decoder layers; only decoder-only and encoder-only '
             'models can be converted'
         )
-    for prefix, found in numbers.items():
+    for block, found in numbers.items():
         missing = first_missing(found)
         if missing is not None:
             raise CheckpointError(
-                f'{where}: {prefix}{missing} is missing (found {len(found)} layers up to '
+                f'{where}: {block}.{missing} is missing (found {len(found)} layers up to '
                 f'{max(found)}); the checkpoint is damaged'
             )
     return sum(map(len, numbers.values()))

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
+
 from ..common.errors import CheckpointError
 
 
@@ -26,13 +28,8 @@ class ChunkId:
         return chunk_key(self.chunk)
 
 
-def chunk_key(number: int | None) -> str:
-    """Key of a chunk in its file: ``model`` for None, else ``model<number>``."""
-    return 'model' if number is None else f'model{number}'
-
-
 @dataclass(frozen=True)
-class Piece:
+class LayerRange:
     """A run of layers of an old chunk.
 
     Attributes:
@@ -60,7 +57,7 @@ class Move:
     """
 
     target: ChunkId
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerRange, ...]
     first_layer: int
     whole: bool
     is_first: bool = False
@@ -173,7 +170,7 @@ def one_to_one(
         moves.append(
             Move(
                 target,
-                (Piece(source, 0, count),),
+                (LayerRange(source, 0, count),),
                 first_layer,
                 whole=True,
                 is_first=index == 0,
@@ -245,11 +242,11 @@ def resplit(
     return Plan(tuple(sources), tuple(moves), {'': side})
 
 
-def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
+def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[LayerRange, ...]:
+    pieces: list[LayerRange] = []
     for source, layer in homes:
         if pieces and pieces[-1].source == source:
-            pieces[-1] = Piece(source, pieces[-1].first, layer + 1)
+            pieces[-1] = LayerRange(source, pieces[-1].first, layer + 1)
         else:
-            pieces.append(Piece(source, layer, layer + 1))
+            pieces.append(LayerRange(source, layer, layer + 1))
     return tuple(pieces)

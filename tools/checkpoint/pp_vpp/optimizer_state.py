@@ -14,6 +14,7 @@ import numpy
 import torch
 
 from ..common.errors import CheckpointError
+from ..common.tensors import same_bits
 
 _INNER = ('optimizer', 'optimizer_state_dict')
 _MASTERS = ('fp32_from_fp16_params', 'fp32_from_fp16')
@@ -332,22 +333,13 @@ def _build_one(part: Part, slots: Sequence[Slot]) -> Any:
 def equal(one: Any, other: Any) -> bool:
     """Equal values; tensors, also in containers, bit for bit, NaNs and signed zeros included."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return (
-            isinstance(one, torch.Tensor)
-            and isinstance(other, torch.Tensor)
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and torch.equal(_bits(one), _bits(other))
-        )
+        tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return tensors and same_bits(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and bool(numpy.all(one == other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _short(value: Any) -> str:

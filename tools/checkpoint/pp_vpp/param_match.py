@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_extra_state
 
 from ..common.errors import CheckpointError
 from .optimizer_state import WAY_OUT, Group, Slot
@@ -41,7 +42,7 @@ def candidates(chunk: str, state: Mapping[str, Any]) -> list[NamedTensor]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
-        and not name.endswith('_extra_state')
+        and not is_extra_state(name)
         and name.rsplit('.', 1)[-1] not in _BUFFERS
     ]
 

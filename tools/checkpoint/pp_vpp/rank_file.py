@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key, is_model_part
+
 from ..common.errors import CheckpointError, reading
 from ..common.numbers import whole
 from ..common.paths import parse_iteration_dirname
 from . import edges, optimizer_state, param_match
-from .keys import chunk_numbers, count_layers, is_chunk, is_prediction, layer_of, renumber
-from .layout import Move, Piece, chunk_key
+from .keys import chunk_numbers, count_layers, is_prediction, layer_of, renumber
+from .layout import LayerRange, Move
 from .optimizer_state import RankOptimizer, Slot
 from .rank_args import ParallelSizes, rewrite
 from .torch_file import MappedFile, Records
@@ -206,7 +208,7 @@ def whole_chunk(file: RankFile, number: int | None) -> NewChunk:
 
 def assembled_chunk(
     move: Move,
-    pieces: Sequence[tuple[Piece, RankFile]],
+    pieces: Sequence[tuple[LayerRange, RankFile]],
     first: edges.End,
     last: edges.End,
 ) -> NewChunk:
@@ -273,7 +275,7 @@ def _put_together(
     for key, value in files[0].state.items():
         if key == STAGE_STATES:
             continue
-        if is_chunk(key):
+        if is_model_part(key):
             for number, chunk in enumerate(chunks):
                 new[chunk_key(None if sizes.virtual is None else number)] = chunk.state
         elif key == 'optimizer':
@@ -300,7 +302,7 @@ def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None
     ignored = {STAGE_STATES} if with_optimizer else {STAGE_STATES, 'optimizer'}
     for other in files[1:]:
         keys = [
-            {key for key in file.state if not is_chunk(key) and key not in ignored}
+            {key for key in file.state if not is_model_part(key) and key not in ignored}
             for file in (first, other)
         ]
         for key in sorted(keys[0] ^ keys[1], key=str):

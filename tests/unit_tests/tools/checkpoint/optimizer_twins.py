@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
-from tools.checkpoint.common.paths import resolve_checkpoint
-from tools.checkpoint.common.stored import common_state_place, read_common_state
+from tools.checkpoint.common.directory import resolve_checkpoint
+from tools.checkpoint.common.stored import common_state_slice, read_common_state
 
 STEPS = 3
 
@@ -59,7 +59,7 @@ def read_all(root: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if isinstance(entry, TensorStorageMetadata)
     }
     dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    return tensors, read_common_state(directory, common_state_place(metadata)) or {}
+    return tensors, read_common_state(directory, common_state_slice(metadata)) or {}
 
 
 def differences(one: Path, other: Path) -> list[str]:

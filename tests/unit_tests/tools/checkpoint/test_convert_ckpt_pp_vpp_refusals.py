@@ -132,11 +132,6 @@ ONE_STAGE = {
         MERGE,
         'a Hugging Face checkpoint, expected one that Megatron saved',
     ),
-    'iteration with a name that is too long': (
-        None,
-        f'{MERGE} --iteration {"1" * 300} --dry-run',
-        '1: no such directory; iterations in',
-    ),
     'both cloud modes': (
         None,
         f'{SIDES} --merge-stages 0,3 --merge-cloud-stages 1,2 --middle-stages 1,2',

@@ -18,8 +18,8 @@ from tests.unit_tests.tools.checkpoint.merge_ranks import converts, start
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, make_twins
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
+from tools.checkpoint.common.directory import resolve_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.common.paths import resolve_checkpoint
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 from tools.checkpoint.optimizer_layouts.checkpoint import read_checkpoint
 from tools.checkpoint.optimizer_layouts.order import possible_orders
@@ -120,6 +120,21 @@ def test_dry_run_tells_positions_and_writes_nothing(twins, tmp_path, capsys):
     assert re.search(r'dp_group_idx_1: 27 parameters, \d+ elements in 1 bucket\n', told)
     assert [p['parameters'] for p in json.loads(report.read_text())['positions']] == [27, 27]
     assert not (tmp_path / 'out').exists()
+
+
+def test_a_report_replaces_nothing_but_a_report(twins, tmp_path, capsys):
+    arguments = ['--load-dir', str(twins.in_buckets), '--save-dir', str(tmp_path / 'out')]
+    arguments += ['--dry-run', '--report-json']
+    (tmp_path / 'notes.json').write_text('{"notes": 1}')
+    directory = resolve_checkpoint(twins.in_buckets)
+    for file in (tmp_path / 'notes.json', directory / 'new.json', tmp_path / 'out'):
+        assert main([*arguments, str(file)]) == 1
+        error = capsys.readouterr().err
+        assert f'--report-json {file}: ' in error and error.count('\n') == 1
+    assert (tmp_path / 'notes.json').read_text() == '{"notes": 1}'
+    assert not (directory / 'new.json').exists() and not (tmp_path / 'out').exists()
+    for _ in range(2):
+        assert main([*arguments, str(tmp_path / 'report.json')]) == 0
 
 
 @pytest.mark.parametrize('key', ['.param', '.exp_avg', '.exp_avg_sq'])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.checkpoint_keys import MODEL, kind_of
 from megatron.core.dist_checkpointing.serialization import leaked_param_states
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -37,7 +38,6 @@ from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint, main
 from tools.checkpoint.inspection.gpt_into_hybrid import report
-from tools.checkpoint.merge.source import MODEL_KEY
 from tools.checkpoint.resume_report import main as resume
 
 SETTINGS = 'optimizer.distributed.dp_group_idx_0.optimizer'
@@ -185,7 +185,7 @@ def figures(metadata):
     """Tensors and bytes of the model by dtype."""
     tensors, sizes = Counter(), Counter()
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and MODEL_KEY.match(key):
+        if isinstance(entry, TensorStorageMetadata) and kind_of(key) == MODEL:
             name = str(entry.properties.dtype).removeprefix('torch.')
             tensors[name] += 1
             sizes[name] += math.prod(entry.size) * entry.properties.dtype.itemsize

@@ -150,7 +150,7 @@ def test_a_file_that_is_missing(saved, tmp_path):
     for file in source.iterdir():
         if file.suffix != '.distcp':
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(CheckpointingException, match='can not be read .FileNotFoundError'):
+    with pytest.raises(CheckpointingException, match='distcp: No such file'):
         check_weights(tmp_path)
 
 
@@ -165,5 +165,5 @@ def test_a_main_parameter_that_is_not_all_there(saved, tmp_path):
     )
     entry.chunks.pop()
     (directory / '.metadata').write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointingException, match=f'{re.escape(key)} is incomplete'):
+    with pytest.raises(CheckpointingException, match=f'{re.escape(key)}: .*chunks'):
         check_weights(directory)

@@ -1,4 +1,4 @@
-"""A URL is never taken for a path, in no option of any tool."""
+"""Arguments are what they should be: a URL is never taken for a path, in no option of any tool."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools.checkpoint import convert_ckpt_pp_vpp, gpt_into_hybrid, inspect_checkpoint, resume_report
-from tools.checkpoint.common.arguments import why_not_local
+from tools.checkpoint.common.arguments import natural, positive, why_not_local
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge import cli
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
@@ -83,3 +83,17 @@ def test_from_python_too(five, tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r'a URL \(msc://\)'):
             check(URL)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('text', ['', '-1', '+1', ' 1', '1.0', '1e3', '0x1', '1_0', '٣', '1' * 19])
+def test_what_is_no_natural_number(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        natural(text)
+
+
+def test_natural_numbers():
+    assert [natural('0'), natural('007'), natural('9' * 18)] == [0, 7, 10**18 - 1]
+    with pytest.raises(argparse.ArgumentTypeError, match='positive'):
+        positive('00')
+    with pytest.raises(argparse.ArgumentTypeError, match='111111111…: expected no more than 18'):
+        natural('1' * 100_000)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.checkpoint.common.directory import resolve_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.common.paths import (
     TRACKER_NAME,
@@ -13,7 +14,6 @@ from tools.checkpoint.common.paths import (
     list_iterations,
     parse_iteration_dirname,
     read_tracker,
-    resolve_checkpoint,
 )
 from tools.checkpoint.common.staging import staging_prefix
 
