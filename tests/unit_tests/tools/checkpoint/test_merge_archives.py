@@ -142,6 +142,7 @@ def test_small_and_large_chunks_in_many_batches(tmp_path, monkeypatch, threads):
     assert_same(load_tensors(out), plain_merge(models, [0.25, 0.75]))
     storage = dcp.FileSystemReader(out).read_metadata().storage_data
     assert {index.fqn for index in storage} == set(models[0])
+    assert b'tools.checkpoint' not in (out / '.metadata').read_bytes()  # DCP's classes only
     for name in {place.relative_path for place in storage.values()}:
         spans = sorted((p.offset, p.length) for p in storage.values() if p.relative_path == name)
         ends = [start + length for start, length in spans]
