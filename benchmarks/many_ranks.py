@@ -37,6 +37,7 @@ from tools.checkpoint.common.progress import peak_memory, resident_memory
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.merge import prepare as merge_prepare
 from tools.checkpoint.merge import run as merge_run
+from tools.checkpoint.merge.collective import check_visible
 from tools.checkpoint.merge.inputs import explicit_inputs
 from tools.checkpoint.merge.places import stored_places
 from tools.checkpoint.merge.ranks import Ranks
@@ -90,7 +91,8 @@ def merge(root: Path, ranks: int, clock: Clock) -> None:
     orders = clock('orders', lambda: merge_run._orders(prepared, Ranks(size=ranks)))
     sent = [clock.send('orders', one) for one in orders]
     _write(root, prepared.plan, [one.share for one in sent], clock)
-    clock('a rank', lambda: merge_run._check_visible(orders[ranks // 2]))
+    one, pieces = sent[ranks // 2], merge_run._pieces
+    clock('a rank', lambda: check_visible(one.fingerprints, pieces(one.share)))
 
 
 def conversion(root: Path, ranks: int, clock: Clock) -> None:
@@ -99,9 +101,11 @@ def conversion(root: Path, ranks: int, clock: Clock) -> None:
         root / 'one/iter_0000001', root / 'out', dry_run=True
     )
     prepared = clock('prepare', lambda: conversion_prepare.prepare(request, ranks))
-    shares = [clock.send('orders', share) for share in prepared.plan.shares]
-    _write(root, prepared.plan, shares, clock)
-    clock('a rank', lambda: conversion_run._check_visible(shares[ranks // 2]))
+    orders = clock('orders', lambda: conversion_run._orders(prepared, Ranks(size=ranks)))
+    sent = [clock.send('orders', one) for one in orders]
+    _write(root, prepared.plan, [one.share for one in sent], clock)
+    one, pieces = sent[ranks // 2], conversion_run._slices
+    clock('a rank', lambda: check_visible(one.fingerprints, pieces(one.share)))
 
 
 def _write(root: Path, plan, shares: list, clock: Clock) -> None:

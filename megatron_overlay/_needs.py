@@ -118,6 +118,7 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.checkpoint_layout',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
+            'megatron.core.dist_checkpointing.key_arguments',
             'megatron.core.dist_checkpointing.mamba_from_attention',
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.unstored_state',

@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.read_record import (
     Shard,
     recording_reads,
 )
-from megatron.core.dist_checkpointing.saved_arguments import saved_pattern
+from megatron.core.dist_checkpointing.saved_arguments import arguments_in, saved_pattern
 from megatron.core.dist_checkpointing.unstored_state import (
     saved_without_optimizer,
     unstored_reason,
@@ -149,6 +149,8 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
         )
     if layer_maps is not None:
         record.check()
+    if result[0] is not None and isinstance(result[0].get('args'), dict):
+        result[0]['args'] = arguments_in(result[0])  # upstream asks for attributes
     if load is None or result[0] is None:
         return result
     if rank0:
@@ -170,7 +172,7 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     formats = {CheckpointType.GLOBAL: TORCH_DIST, CheckpointType.FSDP_DTENSOR: FSDP_DTENSOR}
     if ckpt_type not in formats:
         return
-    common = {'args': state_dict.get('args')}
+    common = {'args': arguments_in(state_dict)}
     if ckpt_type is CheckpointType.GLOBAL:
         common['content_metadata'] = dist_checkpointing.load_content_metadata(
             preloaded_state_dict=state_dict
@@ -224,10 +226,11 @@ def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> No
     """Layers of the other kind of model have the same names, and other weights."""
     keys = {key for name, chunk in state_dict.items() if is_model_part(name) for key in chunk}
     source = layout_from_keys(dict.fromkeys(keys, ())).family
-    if source == OTHER and saved_pattern(state_dict.get('args') or types.SimpleNamespace()):
+    if source == OTHER and saved_pattern(arguments_in(state_dict)):
         source = HYBRID  # of which this rank has no telling layer
     if {run, source} == {GPT, HYBRID}:
-        raise RuntimeError(f'{checkpoint_name}: {LEGACY_REFUSAL}.')
+        directory = checkpoint_name.partition('/mp_rank_')[0]
+        raise RuntimeError(f'{directory}: {LEGACY_REFUSAL}.')
 
 
 def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):

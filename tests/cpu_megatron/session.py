@@ -42,6 +42,7 @@ def model_parallel(
     pipeline: int = 1,
     virtual: int | None = None,
     expert: int = 1,
+    expert_tensor: int | None = None,
     seed: int = 1234,
 ) -> Iterator[None]:
     """Process group (from torchrun's environment, else one process) and megatron's groups.
@@ -62,6 +63,7 @@ def model_parallel(
             pipeline_model_parallel_size=pipeline,
             virtual_pipeline_model_parallel_size=virtual,
             expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor,
             create_gloo_process_groups=True,
             distributed_timeout_minutes=20,
         )

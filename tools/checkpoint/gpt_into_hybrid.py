@@ -47,6 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('pattern', help='the run\'s --hybrid-layer-pattern, such as "M*-M*-"')
     parser.add_argument(
+        '--ckpt-step',
+        type=int,
+        metavar='STEP',
+        help='as in the run: the iteration to load, where it is another than the latest',
+    )
+    parser.add_argument(
         '--replace-gpt-attention',
         action='store_true',
         help='as in the run: where the pattern has no attention, that of the checkpoint is unread',

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(reason)
     import_quickly('torch.distributed.checkpoint')
     from .common.errors import CheckpointingException, one_line
-    from .common.safe_load import TRUST_HINT
+    from .common.safe_load import NOTHING_RUNS, TRUST_HINT
     from .inspection.report import comparison_text
 
     try:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = compare_checkpoints(*args.diff)
             text, status = comparison_text(result), int(not result.mergeable)
     except CheckpointingException as error:
-        return complain(str(error).replace(TRUST_HINT, 'nothing of it was run'))
+        return complain(str(error).replace(TRUST_HINT, NOTHING_RUNS))
     except OSError as error:
         return complain(
             f'{error.filename}: {error.strerror}' if error.filename else one_line(error)

@@ -53,7 +53,9 @@ _KEY = re.compile(
     re.ASCII | re.DOTALL,
 )
 _MTP_STACK = re.compile(r'mtp_model_layer\.layers\.(\d+)\.(.*)', re.ASCII | re.DOTALL)
-_EXPERT = re.compile(r'mlp\.experts\.(?:local_)?experts\.(?:(\d+)\.)?(.+)', re.ASCII | re.DOTALL)
+_EXPERT = re.compile(
+    r'((?:.+\.)?mlp\.experts)\.(?:local_)?experts\.(?:(\d+)\.)?(.+)', re.ASCII | re.DOTALL
+)
 _POSITION = re.compile(
     r'(?P<position>(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+))\.'
     r'(?:gbuf_idx_(?P<buffer>\d+)\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)'
@@ -157,9 +159,12 @@ def mtp_stack(key: Key) -> tuple[int, str] | None:
 
 
 def expert_of(part: str) -> tuple[int | None, str] | None:
-    """Number and rest of an expert's part; None without number where experts are stacked."""
+    """An expert's number, and its part without; None for the number where experts are stacked."""
     match = _EXPERT.fullmatch(part)
-    return (None if match[1] is None else int(match[1]), match[2]) if match else None
+    if match is None:
+        return None
+    experts, number, name = match.groups()
+    return None if number is None else int(number), f'{experts}.{name}'
 
 
 class PositionKey(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which arguments of a run decide whether its model has a weight, for messages about one."""
+"""Arguments of a run that messages name: those that decide whether its model has a weight."""
 
 import re
 from collections.abc import Iterable
@@ -22,6 +22,10 @@ _ARGUMENTS = (
     (r'\.mlp\.(router|experts)\.\S*weight|\.mlp\.linear_fc\d\.weight', '--num-experts'),
     (r'bias\d*$', '--disable-bias-linear'),
 )
+LEGACY_WAY_OUT = (
+    'a run of the model that saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save '
+    'DIR, saves one that is'
+)
 
 
 def arguments_behind(keys: Iterable[str], layers: str) -> str:
@@ -43,5 +47,7 @@ def _arguments(key: str, layers: str):
     yield argument
     if argument == '--num-experts':
         yield layers  # it says which MLPs are MoE
+    if argument == '--qk-layernorm' and layers == '--hybrid-layer-pattern':
+        yield '--spec (one whose attention has these norms)'
     if is_optimizer_state(key):
         yield '--optimizer (or pass --no-load-optim)'

@@ -19,12 +19,14 @@ import megatron_overlay
 from megatron_overlay._guard import Upstream
 
 from . import gpt_checkpoint_interop as interop
-from .checkpoint_keys import PARAM, parse_key
+from .checkpoint_keys import FP32_PARAM, PARAM, parse_key
 from .checkpoint_layout import CheckpointLayout
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
+from .key_arguments import LEGACY_WAY_OUT
 from .mamba_from_attention import WARM_START, with_warm_start
 from .saved_arguments import (
+    arguments_in,
     contradiction,
     effective,
     other_functions,
@@ -48,8 +50,12 @@ CONVERTED_FORMATS = {
 }
 
 LEGACY_REFUSAL = (
-    'legacy torch checkpoints are not translated between GPT and hybrid; a run of the model that '
-    'saved it, with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, saves one that is'
+    f'legacy torch checkpoints are not translated between GPT and hybrid; {LEGACY_WAY_OUT}'
+)
+
+NORMS_IN_ATTENTION = (
+    'the attention of the checkpoint has norms of queries and keys (--qk-layernorm), that of '
+    "core's own hybrid layers has none: the run needs a --spec whose attention has them"
 )
 
 _FSDP_TRANSLATES = Upstream(megatron_overlay.finder.upstream_spec).exists(
@@ -78,8 +84,7 @@ class StoredCheckpoint:
     @property
     def args(self) -> Any:
         """Saved arguments; without any where the checkpoint has none."""
-        args = self.common.get('args')
-        return SimpleNamespace() if args is None else args
+        return arguments_in(self.common)
 
 
 @dataclass(frozen=True)
@@ -127,9 +132,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             layer_maps, notes = _gpt_into_hybrid(stored, args)
         else:
             layer_maps, notes = _hybrid_into_gpt(stored, args, run)
-        refusal = other_weights(args, stored.args)
-        if refusal:
-            raise _RefusedError(refusal)
+            _refuse_other_weights(stored, args)
     except _RefusedError as reason:
         return LoadPlan(refusal=str(reason))
     load_optim, optimizer_refusal = _optimizer(stored, args)
@@ -145,6 +148,12 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             *_other_functions(args, stored.args),
         ),
     )
+
+
+def _refuse_other_weights(stored: StoredCheckpoint, args: Any) -> None:
+    refusal = other_weights(args, stored.args)
+    if refusal:
+        raise _RefusedError(refusal)
 
 
 def torch_refusal() -> str:
@@ -206,18 +215,33 @@ def stored_optimizer_format(stored: StoredCheckpoint) -> str:
     if stored.format != TORCH_DIST:
         return stored.format
     found = content.get('distrib_optim_sharding_type')
-    if not content and getattr(stored.args, 'use_distributed_optimizer', False) is True:
-        # Upstream's rule for them.
-        full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-        found = FLATTENED if full else 'dp_zero_gather_scatter'
-    in_buckets = layout is None or layout.optimizer_in_buckets
     if not isinstance(found, str) or not found:
-        if layout is None:
-            return PLAIN
-        model_space = any(parse_key(key).state == PARAM for key in layout.keys)
-        in_model_space = FLATTENED if model_space else PLAIN
-        return 'dp_reshardable' if in_buckets else in_model_space
-    return PLAIN if found == 'dp_reshardable' and not in_buckets else found
+        found = '' if layout is None else _format_by_keys(layout)
+        distributed = getattr(stored.args, 'use_distributed_optimizer', False) is True
+        if not found and not content and distributed:
+            # Upstream's rule for them.
+            full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
+            found = FLATTENED if full else 'dp_zero_gather_scatter'
+        return found or PLAIN
+    in_buckets = layout is None or layout.optimizer_in_buckets
+    return PLAIN if found == IN_BUCKETS and not in_buckets else found
+
+
+def _format_by_keys(layout: CheckpointLayout) -> str:
+    """The format where keys show it; empty where they don't.
+
+    Main parameters by weight are ``param`` since `fully_reshardable`. Without content metadata
+    upstream takes that for its forerunner, whose ``fp32_param`` an optimizer that isn't
+    distributed has as well, but in the weight's own shape.
+    """
+    if layout.optimizer_in_buckets:
+        return IN_BUCKETS
+    for name, size in layout.sizes.items():
+        key = parse_key(name)
+        flattened = len(size) > len(layout.sizes.get(key.weight, size))
+        if key.state == PARAM or (key.state == FP32_PARAM and flattened):
+            return FLATTENED
+    return ''
 
 
 def _family(stored: StoredCheckpoint, run: str) -> str:
@@ -253,6 +277,7 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
     warm = getattr(args, 'init_mamba_from_attention', None) is True
     try:
         layer_maps = interop.gpt_compatible_layer_maps(pattern, layout, replacing)
+        _refuse_other_weights(stored, args)
         if warm and (layout is None or stored.format != TORCH_DIST):
             raise ValueError(f'{WARM_START} takes torch_dist checkpoints only; leave it out.')
         if warm and layout is not None:
@@ -272,6 +297,8 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
         f'{len(layer_maps.attention_to_gpt)} attention and {len(layer_maps.mlp_to_gpt)} MLP layers'
     ]
     notes += _replaced_and_fresh(layer_maps)
+    if layout is not None and layer_maps.attention_to_gpt and has_norms_in_attention(layout):
+        notes.append(f'WARNING: {NORMS_IN_ATTENTION}.')
     if layout is not None and layout.mtp_depths and not layer_maps.mtp_pattern:
         notes.append(
             f'WARNING: the {layout.mtp_depths} MTP layer(s) of the GPT checkpoint are not read: '
@@ -305,6 +332,11 @@ def _replaced_and_fresh(layer_maps: GPTCompatLayerMaps) -> Iterator[str]:
             f'WARNING: the indexers of {len(sparse)} sparse attention layer(s) have no source in '
             f'the GPT checkpoint and start from their fresh initialisation.'
         )
+
+
+def has_norms_in_attention(layout: CheckpointLayout) -> bool:
+    """Whether the checkpoint's attention has what `NORMS_IN_ATTENTION` is about."""
+    return any('.self_attention.q_layernorm.' in key for key in layout.keys)
 
 
 def in_place_of_attention(layer_maps: GPTCompatLayerMaps, gpt_layer: int) -> str:

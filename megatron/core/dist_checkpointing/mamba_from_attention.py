@@ -62,6 +62,11 @@ def with_warm_start(
             f'{WARM_START}: multi-latent attention (MLA) has no queries, keys and values of one '
             f'size to begin with; leave it out.'
         )
+    if getattr(args, 'attention_output_gate', None) is True:
+        raise ValueError(
+            f'{WARM_START}: a Mamba layer can not begin with an attention that has an output gate '
+            f'(--attention-output-gate); leave it out.'
+        )
     warm_start = dict(_mamba_layers(layer_maps))
     if not warm_start:
         raise ValueError(
@@ -128,7 +133,7 @@ def _attention_sizes(
             raise ValueError(
                 f'{WARM_START}: {key} has shape {tuple(shape)}, expected {rows} rows: the queries '
                 f'of {heads} heads, the keys and values of {groups} groups, of {channels} channels '
-                f'each.'
+                f'each. Give the run the --kv-channels of the one that saved it.'
             )
     return AttentionSizes(heads, groups, channels)
 

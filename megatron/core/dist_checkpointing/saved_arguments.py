@@ -4,7 +4,8 @@ Used where a checkpoint goes into a run of the other kind, GPT or hybrid. Saved 
 missing, whole or in part: what isn't there is not compared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from .checkpoint_layout import CheckpointLayout
@@ -44,6 +45,18 @@ _WEIGHTLESS = (
 )
 # These go by the number of a layer, which isn't the same in GPT and hybrid models.
 _BY_LAYER_NUMBER = ('no_rope_freq', 'window_attn_skip_freq')
+
+
+def arguments_in(state: Mapping[str, Any]) -> Any:
+    """Arguments in a state dict, also those that were saved as a dict.
+
+    Returns:
+        an object that has them as attributes; without any where there are none.
+    """
+    found = state.get('args')
+    if isinstance(found, Mapping):
+        return SimpleNamespace(**{name: found[name] for name in found if isinstance(name, str)})
+    return SimpleNamespace() if found is None else found
 
 
 def saved_pattern(saved: Any) -> str | None:
@@ -107,11 +120,10 @@ def other_weights(own: Any, saved: Any) -> str | None:
         if found is None or expected is None or found is expected:
             continue
         if found != expected:
-            option = '--' + name.replace('_', '-')
             return (
                 f'{name} is {found} in this run and was {expected} in the one that saved the '
                 f'checkpoint: its attention weights would be cut in other places. '
-                f'Pass {option} {expected}.'
+                f'{_giving(name, expected, saved)}.'
             )
     smallest, largest = zip(_vocabulary(own), _vocabulary(saved), strict=True)
     if max(smallest) > min(largest):
@@ -121,6 +133,14 @@ def other_weights(own: Any, saved: Any) -> str | None:
             f'rows would be lost or zero. Use the tokenizer of the run that saved the checkpoint.'
         )
     return None
+
+
+def _giving(name: str, value: Any, saved: Any) -> str:
+    if name != 'num_query_groups':
+        return f'Pass --{name.replace("_", "-")} {value}'
+    if not getattr(saved, 'group_query_attention', False):
+        return 'Leave out --group-query-attention'
+    return f'Pass --group-query-attention --num-query-groups {value}'
 
 
 def other_functions(own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -345,6 +345,17 @@ def test_the_argument_that_makes_the_difference_is_named(common, other, argument
         assert re.findall(r'--[a-z-]+', str(error.value)) == [argument]
 
 
+def test_norms_that_hybrid_layers_do_not_have_need_another_spec():
+    maps = interop.gpt_compatible_layer_maps('*-*-')
+    with model_parallel():
+        stored = nested_values(gpt(qk_layernorm=True)[0].sharded_state_dict())
+        request = hybrid('*-*-', qk_layernorm=True)[0].sharded_state_dict()
+    layout = layout_from_keys({entry.key: tuple(entry.global_shape) for entry in built(stored)})
+    interop.retarget_sharded_state_dict_to_gpt_checkpoint(request, maps)
+    with pytest.raises(CheckpointingException, match='_layernorm.*--qk-layernorm, --spec'):
+        check_sources({'model': request}, layout)
+
+
 def built(entries):
     for entry in entries:
         if isinstance(entry, ShardedTensorFactory):
@@ -487,6 +498,10 @@ def test_the_dry_run_tells_what_a_load_will_do(tmp_path, capsys):
         assert main([str(path), pattern]) == 1
         out = capsys.readouterr().out
         assert out.startswith('Will not load: ') and reason in out and out.count('\n') == 1
+    assert main([str(tmp_path), '*-*-', '--ckpt-step=1']) == 0
+    assert capsys.readouterr().out.startswith(f'{tmp_path}/iter_0000001: GPT')
+    assert main([str(tmp_path), '*-*-', '--ckpt-step=3']) == 1
+    assert 'iterations in' in capsys.readouterr().out
     (tmp_path / TRACKER).write_text('two')
     assert main([str(tmp_path), '*-*-']) == 1
     assert "holds 'two'" in capsys.readouterr().out
@@ -520,6 +535,7 @@ def test_the_dry_run_runs_nothing_from_the_metadata(tmp_path, capsys):
     assert main([str(tmp_path), '*-*-']) == 1
     out = capsys.readouterr().out
     assert 'RAN' not in out and 'builtins.print' in out and out.count('\n') == 1
+    assert '--trust-checkpoints' not in out  # which this command doesn't have
 
 
 @pytest.mark.parametrize(

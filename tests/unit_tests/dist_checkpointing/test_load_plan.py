@@ -1,5 +1,6 @@
 """What is decided of optimizer state, by the kinds of optimizer that the two runs have."""
 
+import math
 from argparse import Namespace
 
 import pytest
@@ -66,6 +67,44 @@ def test_which_optimizer_takes_which_state(name):
         assert not plan.optimizer_refusal or '--no-load-optim' in plan.optimizer_refusal
     anyone = plan_load(stored, any_run(stored, hybrid_layer_pattern='*-*-'), 'hybrid')
     assert bool(anyone.optimizer_refusal) == (not takers)
+
+
+def state_of(kind: str, flattened: bool = False) -> dict:
+    """Keys of main parameters; a flattened one has the grid of its shards, and their size."""
+    return {
+        f'chained_0.optimizer.state.{kind}.{key}': (*[1] * len(shape), math.prod(shape))
+        if flattened
+        else shape
+        for key, shape in MODEL.items()
+    }
+
+
+GATHERED = {'optimizer.distributed.dp_group_idx_0.param_state': ()}
+DISTRIBUTED = {'use_distributed_optimizer': True}
+FULLY = {**DISTRIBUTED, 'ckpt_fully_parallel_save': True}
+
+
+@pytest.mark.parametrize(
+    ('keys', 'args', 'kind'),
+    [
+        (state_of('fp32_param', flattened=True), {}, 'fully_sharded_model_space'),
+        (state_of('fp32_param', flattened=True), DISTRIBUTED, 'fully_sharded_model_space'),
+        (state_of('fp32_param'), {}, 'plain'),
+        (state_of('fp32_param'), {'use_distributed_optimizer': False}, 'plain'),
+        (state_of('param'), {}, 'fully_sharded_model_space'),
+        (BUCKETS, {}, 'dp_reshardable'),
+        (BUCKETS, FULLY, 'dp_reshardable'),
+        (GATHERED, DISTRIBUTED, 'dp_zero_gather_scatter'),
+        (MOMENTS, FULLY, 'fully_sharded_model_space'),
+    ],
+)
+@pytest.mark.parametrize('stored_args', [lambda args: Namespace(**args), dict])
+def test_formats_without_content_metadata(keys, args, kind, stored_args):
+    """The keys decide as far as they can, then the arguments, by upstream's rule."""
+    common = {'args': stored_args(args)}
+    assert stored_optimizer_format(StoredCheckpoint(layout_from_keys(MODEL | keys), common)) == kind
+    if not args:
+        assert stored_optimizer_format(StoredCheckpoint(layout_from_keys(MODEL | keys))) == kind
 
 
 def test_no_load_is_promised_where_core_has_none(monkeypatch):

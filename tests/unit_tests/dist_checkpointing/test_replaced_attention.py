@@ -198,7 +198,8 @@ def test_a_sparse_attention_layer_reads_a_latent_one(tmp_path):
         ('MM-*-', {}, 'layers 0 and 1 both stand in the place of the attention of GPT layer 0'),
         ('*-*-', {}, 'no Mamba layer'),
         ('G-*-', {}, 'no Mamba layer'),
-        ('M-*-', {'num_query_groups': HEADS}, 'expected 96 rows'),
+        ('M-*-', {'kv_channels': 16}, 'expected 128 rows'),
+        ('M-*-', {'attention_output_gate': True}, '--attention-output-gate'),
         ('M-*-', {'num_attention_heads': None}, 'no arguments say how many attention heads'),
     ],
 )
@@ -211,6 +212,20 @@ def test_a_warm_start_that_does_not_fit_is_refused_with_what_would(pattern, opti
         words = refusal.rpartition('pass ')[2].rstrip('.').split()
         passed = dict(zip(words[::2], map(int, words[1::2]), strict=True))
         assert passed == {f'--{k.replace("_", "-")}': v for k, v in FITTING.items()}
+
+
+def test_other_heads_are_named_before_sizes_that_follow_from_them():
+    arguments = FITTING | {'replace_gpt_attention': True, 'init_mamba_from_attention': True}
+    refusal = plan('M-*-', layout_of(2), **arguments, group_query_attention=False).refusal
+    assert refusal.endswith('Pass --group-query-attention --num-query-groups 2.')
+
+
+@pytest.mark.parametrize(('pattern', 'told'), [('M-*-', True), ('M-M-', False)])
+def test_norms_of_queries_and_keys_are_not_in_hybrid_layers(pattern, told):
+    norms = [f'self_attention.{name}_layernorm.weight' for name in 'qk']
+    layout = layout_of(2, ['self_attention.linear_qkv.weight', *norms])
+    notes = plan(pattern, layout, replace_gpt_attention=True).notes
+    assert any('--qk-layernorm' in note and '--spec' in note for note in notes) == told
 
 
 def test_the_parser_has_the_arguments():

@@ -2,10 +2,12 @@
 
 from argparse import Namespace
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
 from megatron.core.dist_checkpointing.saved_arguments import (
+    arguments_in,
     contradiction,
     other_functions,
     other_weights,
@@ -45,8 +47,26 @@ def test_groups_of_queries_mean_nothing_without_grouped_query_attention():
 def test_attention_that_is_cut_elsewhere(name):
     saved = Namespace(group_query_attention=True, num_attention_heads=8, num_query_groups=4)
     own = Namespace(**{**vars(saved), name: 2})
-    assert f'Pass --{name.replace("_", "-")}' in other_weights(own, saved)
+    assert other_weights(own, saved).endswith(
+        {
+            'num_attention_heads': 'Pass --num-attention-heads 8.',
+            'num_query_groups': 'Pass --group-query-attention --num-query-groups 4.',
+        }[name]
+    )
     assert other_weights(Namespace(), saved) is None
+
+
+def test_a_run_that_groups_queries_and_should_not():
+    own = Namespace(group_query_attention=True, num_attention_heads=8, num_query_groups=4)
+    saved = Namespace(group_query_attention=False, num_attention_heads=8, num_query_groups=1)
+    assert other_weights(own, saved).endswith('Leave out --group-query-attention.')
+
+
+def test_arguments_saved_as_a_dict():
+    assert arguments_in({'args': {'num_layers': 2, 3: 4}}) == SimpleNamespace(num_layers=2)
+    assert vars(arguments_in({'args': None})) == vars(arguments_in({})) == {}
+    saved = Namespace(num_layers=2)
+    assert arguments_in({'args': saved}) is saved
 
 
 def padded(size, tensor_parallel, multiple=16):

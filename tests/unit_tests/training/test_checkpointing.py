@@ -6,6 +6,7 @@ import re
 import shutil
 
 import pytest
+from megatron.core.dist_checkpointing.key_arguments import LEGACY_WAY_OUT
 
 from tests.cpu_megatron import warm
 
@@ -126,7 +127,7 @@ HYBRID_RUN = {
     'other number of layers': ({'load': 'gpt of 3 layers'}, 'RuntimeError: .*3 layers'),
     'state in buckets': (
         {'load': 'gpt in buckets'},
-        "RuntimeError: .*'dp_reshardable'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim",
+        "RuntimeError: .*'dp_reshardable'.*megatron-convert-optimizer --load-dir .*--no-load-optim",
     ),
     'optimizer not distributed': (
         {'load': 'gpt, optimizer not distributed'},
@@ -151,12 +152,12 @@ HYBRID_RUN = {
     ),
     'legacy': (
         {'load': 'legacy gpt', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     # where megatron looks at nothing before it loads
     'legacy, finetune': (
         {'load': 'legacy gpt', 'ckpt_format': 'torch', 'finetune': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'pattern missing': (
         {'load': 'gpt', 'hybrid_layer_pattern': None},
@@ -271,15 +272,15 @@ GPT_RUN = {
 GPT_RUN_WITH_OTHER_WAYS_OUT = {
     'legacy': (
         {'load': 'legacy hybrid', 'no_load_optim': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'legacy, finetune': (
         {'load': 'legacy hybrid', 'ckpt_format': 'torch', 'finetune': True},
-        'RuntimeError: .*legacy torch checkpoints.*--ckpt-convert-format torch_dist',
+        r'RuntimeError: \S+/legacy \w+/iter_0000001: legacy torch checkpoints.*' + LEGACY_WAY_OUT,
     ),
     'state in buckets': (
         {'load': 'hybrid in buckets'},
-        "RuntimeError: .*'dp_reshardable'.*--dist-ckpt-optim-fully-reshardable.*--no-load-optim",
+        "RuntimeError: .*'dp_reshardable'.*megatron-convert-optimizer --load-dir .*--no-load-optim",
     ),
     'run without distributed optimizer': (
         {'load': 'hybrid', 'use_distributed_optimizer': False},

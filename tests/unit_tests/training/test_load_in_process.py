@@ -15,8 +15,10 @@ from tests.cpu_megatron.arguments import with_defaults
 from tests.cpu_megatron.session import Training, distributed_optimizer, gpt, hybrid, model_parallel
 from tests.cpu_megatron.torchrun import REPOSITORY
 from tests.cpu_megatron.whole_checkpoint import gpt_source, read_tensors
+from tests.unit_tests.dist_checkpointing.test_replaced_attention import INDEXER, LATENT_MODEL
 from tools.checkpoint.common.directory import find_checkpoint
 from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 
 RESHARDABLE = ('--ckpt-format=torch_dist', '--dist-ckpt-optim-fully-reshardable')
 ARGUMENTS = [*RESHARDABLE, '--use-distributed-optimizer', '--no-load-rng', '--no-save-rng']
@@ -174,6 +176,44 @@ def test_a_run_that_has_stepped_forgets_the_moments_of_fresh_layers(distributed,
             assert torch.equal(value, source), key
 
 
+@pytest.mark.parametrize('bf16', [True, False])
+def test_the_indexer_of_sparse_attention_stays_fresh_with_optimizer_state(bf16, args, tmp_path):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    latent = LATENT_MODEL | {'bf16': bf16}
+    source = Training.start(gpt(**latent), distributed_optimizer(bf16=bf16))
+    source.train(1)
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(hybrid('M-D-', **latent, **INDEXER), distributed_optimizer(bf16=bf16))
+    args.save = str(tmp_path / 'before')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    args.hybrid_layer_pattern, args.num_layers = 'M-D-', 4
+    args.replace_gpt_attention = True
+    load_checkpoint(run.model, run.optimizer, None)
+    args.save = str(tmp_path / 'after')
+    save_checkpoint(3, run.model, run.optimizer, None, 0)
+    stored, before, after = (
+        read_tensors(f'{tmp_path}/{name}/iter_0000003') for name in ('saved', 'before', 'after')
+    )
+    counted = {'fresh': 0, 'moments': 0, 'read': 0}
+    for key, value in after.items():
+        if 'decoder.layers.0.' in key or '.indexer.' in key:
+            kind = 'moments' if '.exp_avg' in key else 'fresh'
+            assert torch.equal(value, before[key]), key
+            assert kind == 'fresh' or not value.any(), key
+        else:
+            kind, part = 'read', key.replace('final_norm.', 'final_layernorm.')
+            for layer, gpt_layer in ((1, 0), (2, 1), (3, 1)):
+                if f'decoder.layers.{layer}.' in part:
+                    part = part.replace(f'layers.{layer}.', 'layers.')
+                    assert torch.equal(value, stored[part][gpt_layer]), key
+                    break
+            else:
+                assert torch.equal(value, stored[part]), key
+        counted[kind] += 1
+    assert all(counted.values()) and counted['moments'] == counted['fresh']
+
+
 @pytest.mark.parametrize(
     'stored_format, finetune',
     [('reshardable', False), ('buckets', True), ('none', False), ('no args say so', False)],
@@ -201,6 +241,34 @@ def test_a_program_without_optimizer_loads_weights(of, into, finetune, stored_fo
     found = target[0].state_dict()['embedding.word_embeddings.weight']
     stored = read_tensors(f'{args.save}/iter_0000003')['embedding.word_embeddings.weight']
     assert torch.equal(found, stored)
+
+
+@pytest.mark.parametrize('into', [gpt, lambda: hybrid('M*-*-')])
+def test_arguments_saved_as_a_dict_say_the_same(into, args, monkeypatch):
+    from megatron.training import checkpointing
+
+    source = Training.start(gpt(), distributed_optimizer())
+    source.train(1)
+    generate = checkpointing.generate_state_dict
+
+    def with_a_dict(*arguments, **options):
+        state = generate(*arguments, **options)
+        return state | {'args': dict(vars(state['args']))}
+
+    args.consumed_train_samples = 12
+    with monkeypatch.context() as saving:
+        saving.setattr(checkpointing, 'generate_state_dict', with_a_dict)
+        checkpointing.save_checkpoint(3, source.model, source.optimizer, None, 0)
+    run = Training.start(into(), distributed_optimizer())
+    args.consumed_train_samples = 0
+    if run.config.is_hybrid_model:
+        args.hybrid_layer_pattern, args.num_layers = 'M*-*-', 5
+    assert checkpointing.load_checkpoint(run.model, run.optimizer, None)[0] == 3
+    assert args.consumed_train_samples == 12
+    assert inspect_checkpoint(args.load).parallel['TP'] == 1
+    args.num_layers, args.num_attention_heads = 7, 8
+    with pytest.raises((AssertionError, RuntimeError), match='num_attention_heads|num_layers'):
+        checkpointing.load_checkpoint(run.model, run.optimizer, None)
 
 
 TRACKER = 'latest_checkpointed_iteration.txt'
@@ -246,6 +314,15 @@ def test_a_path_means_what_it_means_to_load(format_, latest, args, tmp_path):
             assert loaded_directory(args, *shlex.split(found.load))[0] == str(path)
         else:
             assert latest == 'release' or path == root / 'release'
+    for step in (1, 2, 3):
+        chosen = ['--load', str(root), '--ckpt-step', str(step)]
+        if step == 3 and latest != 'release':
+            with pytest.raises(CheckpointError, match='iterations in .*: 1, 2, release'):
+                find_checkpoint(root, step)
+            continue
+        found = find_checkpoint(root, step)
+        assert loaded_directory(args, *chosen)[0] == str(found.directory)
+        assert found.given_to_load and found.load == shlex.join(chosen)
 
 
 def test_an_unfinished_checkpoint_is_none(args, tmp_path):

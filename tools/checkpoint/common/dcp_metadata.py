@@ -112,12 +112,15 @@ def _new_object(cls: Any, base: object, state: object) -> Any:
     return object.__new__(cls)
 
 
-def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
+def load_dcp_metadata(
+    path: str | Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
+) -> Metadata:
     """DCP metadata of a checkpoint.
 
     Args:
         path: checkpoint directory, or its ``.metadata`` file
         trust: unpickle without restriction
+        trust_hint: the way out that the message names when a class is refused
 
     Raises:
         CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata
@@ -140,7 +143,7 @@ def load_dcp_metadata(path: str | Path, *, trust: bool = False) -> Metadata:
         raise CheckpointError(
             f'{file}: '
             + (
-                refusal(found.group(1), TRUST_HINT)
+                refusal(found.group(1), trust_hint)
                 if found
                 else missing_code(error)
                 or f'not DCP metadata, truncated or damaged ({one_line(error)})'

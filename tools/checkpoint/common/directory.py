@@ -27,6 +27,7 @@ from .paths import (
     RELEASE,
     TRACKER_NAME,
     describe_foreign,
+    iteration_dir,
     parse_iteration_dirname,
     read_tracker,
     real_path,
@@ -64,9 +65,7 @@ class FoundCheckpoint:
         Raises:
             CheckpointError: it can't be read
         """
-        from .dcp_metadata import load_dcp_metadata  # half a second, which not all need
-
-        return self._metadata or load_dcp_metadata(self.directory)
+        return self._metadata or _read_metadata(self.directory)
 
     @property
     def release(self) -> bool:
@@ -74,8 +73,12 @@ class FoundCheckpoint:
         return self.directory.name == RELEASE
 
 
-def find_checkpoint(path: str | Path) -> FoundCheckpoint:
+def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoint:
     """The checkpoint that ``--load path`` loads, or the one that ``path`` itself is.
+
+    Args:
+        path: of either
+        step: of ``--ckpt-step``; 0 and None choose none
 
     Raises:
         CheckpointError: there is none, or one that was not finished; the message says what was
@@ -91,10 +94,16 @@ def find_checkpoint(path: str | Path) -> FoundCheckpoint:
         raise CheckpointError(f"{path}: can't be read: {one_line(error)}") from error
     if not is_directory:
         raise CheckpointError(f'{path}: is a file, expected a directory')
-    given_to_load = os.path.isfile(path / TRACKER_NAME)
-    directory = tracker_target(path) if given_to_load else path
+    has_tracker = os.path.isfile(path / TRACKER_NAME)
+    given_to_load = has_tracker or bool(step)
+    # A tracker that says `release` counts for more than the step does.
+    if step and not (has_tracker and read_tracker(path) == RELEASE):
+        directory = iteration_dir(path, step)
+    else:
+        directory = tracker_target(path) if has_tracker else path
     format_, metadata = _format(directory)
-    load = f'--load {shlex.quote(str(path))}' if given_to_load else _way_in(directory)
+    chosen = f' --ckpt-step {step}' if step else ''
+    load = f'--load {shlex.quote(str(path))}{chosen}' if given_to_load else _way_in(directory)
     return FoundCheckpoint(directory, format_, load, given_to_load, metadata)
 
 
@@ -130,9 +139,7 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         raise CheckpointError(
             f'{directory}: {describe_foreign(directory, "one that Megatron saved")}'
         )
-    from .dcp_metadata import load_dcp_metadata
-
-    metadata = load_dcp_metadata(directory)
+    metadata = _read_metadata(directory)
     keys = metadata.state_dict_metadata
     wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
     if any('.module.' in prefix for prefix in wrappers):
@@ -143,6 +150,14 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
             f'{directory}: no {CONFIG_NAME}: an unfinished checkpoint, its save was cut short'
         )
     return DCP, metadata
+
+
+def _read_metadata(directory: Path) -> 'Metadata':
+    # half a second, which not all need
+    from .dcp_metadata import load_dcp_metadata
+    from .safe_load import NOTHING_RUNS
+
+    return load_dcp_metadata(directory, trust_hint=NOTHING_RUNS)
 
 
 def _way_in(directory: Path) -> str:
@@ -156,5 +171,5 @@ def _way_in(directory: Path) -> str:
         latest = None
     if latest is not None and latest == (RELEASE if directory.name == RELEASE else iteration):
         return load
-    # A tracker that says `release` counts for more than the step does, and step 0 for none.
+    # Step 0 chooses none.
     return f'{load} --ckpt-step {iteration}' if iteration and latest != RELEASE else ''

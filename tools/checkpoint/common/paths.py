@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Literal
 
+from megatron_overlay.standalone.dist_checkpointing.key_arguments import LEGACY_WAY_OUT
+
 from .arguments import why_not_local
 from .errors import CheckpointError, one_line
 from .staging import staging_path
@@ -212,8 +214,8 @@ def describe_foreign(directory: Path, expected: str = 'torch_dist') -> str:
     missing = f'no {CONFIG_NAME}'
     if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
         return (
-            f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; a training '
-            'run with --ckpt-convert-format torch_dist saves it again as that'
+            f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; '
+            f'{LEGACY_WAY_OUT}'
         )
     if any(name.endswith('.safetensors') for name in names) or 'config.json' in names:
         return f'{missing}: a Hugging Face checkpoint, expected {expected}'

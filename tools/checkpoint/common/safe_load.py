@@ -26,6 +26,8 @@ from .pickle_protocol import as_protocol_2
 from .quiet import quiet_imports
 
 TRUST_HINT = 'pass --trust-checkpoints only if you trust whoever wrote it'
+# of those that never run what they read
+NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 # RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
 # `numpy.core` and since then under `numpy._core`.

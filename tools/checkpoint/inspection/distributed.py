@@ -15,6 +15,7 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     stored_optimizer_format,
 )
+from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     unstored_options,
     unstored_state,
@@ -63,7 +64,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         common = read_common_state(directory, metadata)
     if format_ == DISTRIBUTED:
         report = resume_report(directory, metadata, common)
-    parallel = parallel_sizes(common.get('args'))
+    parallel = parallel_sizes(arguments_in(common))
     iteration = common.get('iteration')
     if not isinstance(iteration, int):
         iteration = parse_iteration_dirname(directory.name)

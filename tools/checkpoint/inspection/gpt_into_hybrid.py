@@ -29,32 +29,33 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
 
 from megatron_overlay.errors import CheckpointingException
 
-from ..common.directory import LEGACY, find_checkpoint
+from ..common.directory import LEGACY, FoundCheckpoint, find_checkpoint
 from ..common.stdout import printable, tell
 from .resume import read_common_state
 
 
-def report(checkpoint: str, pattern: str, **arguments: Any) -> int:
+def report(checkpoint: str, pattern: str, ckpt_step: int | None = None, **arguments: Any) -> int:
     """Print which hybrid layer reads what, and whether the load will work.
 
     Args:
         checkpoint: as for ``--load``.
         pattern: as in ``--hybrid-layer-pattern``.
+        ckpt_step: as in ``--ckpt-step``.
         arguments: of the run, where they aren't those of the one that saved the checkpoint.
 
     Returns:
         0 when it will, 1 when it won't; the reason is the last line.
     """
     try:
-        lines = list(_lines(checkpoint, hybrid_layer_pattern=pattern, **arguments))
+        found = find_checkpoint(checkpoint, ckpt_step)
+        lines = list(_lines(checkpoint, found, hybrid_layer_pattern=pattern, **arguments))
     except CheckpointingException as error:
         tell(f'Will not load: {printable(str(error))}')
         return 1
     return 0 if tell('\n'.join(map(printable, lines))) else 1
 
 
-def _lines(checkpoint: str, **arguments: Any):
-    found = find_checkpoint(checkpoint)
+def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
     if not found.given_to_load:
         raise CheckpointingException(
             f'--load {checkpoint} finds no latest_checkpointed_iteration.txt there, and the run '

@@ -30,11 +30,10 @@ from megatron_overlay.errors import CheckpointingException
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from ..common import stored
-from ..common.directory import DISTRIBUTED, find_checkpoint
-from ..common.paths import RELEASE
+from ..common.directory import DISTRIBUTED, LEGACY, find_checkpoint
+from ..common.paths import RELEASE, describe_foreign
+from ..common.safe_load import NOTHING_RUNS
 from ..common.stdout import printable
-
-_NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
 
 @dataclass
@@ -113,8 +112,8 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
         leaked_steps=sum(
             _count_leaves(state['param_state']) for state in leaked_param_states(common)
         ),
-        offload_fraction=_offload_fraction(common.get('args')),
-        layer_wise=is_layer_wise(common.get('args')),
+        offload_fraction=_offload_fraction(stored_checkpoint.args),
+        layer_wise=is_layer_wise(stored_checkpoint.args),
         unstored=unstored_state(stored_checkpoint),
     )
 
@@ -134,10 +133,10 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
     """
     found = find_checkpoint(checkpoint)
     if found.format != DISTRIBUTED:
-        raise CheckpointingException(
-            f'{found.directory}: has the format {found.format}; only {DISTRIBUTED} checkpoints '
-            f'can be looked at'
-        )
+        reason = f'has the format {found.format}; only {DISTRIBUTED} checkpoints can be looked at'
+        if found.format == LEGACY:
+            reason = describe_foreign(found.directory)
+        raise CheckpointingException(f'{found.directory}: {reason}')
     return found.directory, found.metadata
 
 
@@ -148,7 +147,7 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
         CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
     """
     place = stored.common_state_slice(metadata)
-    state = stored.read_common_state(directory, place, trust_hint=_NOTHING_RUNS)
+    state = stored.read_common_state(directory, place, trust_hint=NOTHING_RUNS)
     if state is None:
         # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
         args = _stored_objects(directory, metadata, 'args'.__eq__, is_optimizer_class)
@@ -169,7 +168,7 @@ def _stored_objects(
             stored.Slice.of(info),
             index.fqn,
             stand_in_for=stand_in_for,
-            trust_hint=_NOTHING_RUNS,
+            trust_hint=NOTHING_RUNS,
         )
         for index, info in metadata.storage_data.items()
         if is_meant(index.fqn)

@@ -7,9 +7,11 @@ from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import REPLAC
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     GPT,
     HYBRID,
+    NORMS_IN_ATTENTION,
     LoadPlan,
     StoredCheckpoint,
     any_run,
+    has_norms_in_attention,
     needs_undistributed_optimizer,
     plan_load,
     stored_optimizer_format,
@@ -85,6 +87,8 @@ def gpt_into_hybrid(stored: StoredCheckpoint) -> Use:
     )
     if not plan_load(stored, without_attention, HYBRID).refusal:
         reason += f", or fewer '{attention}' with {REPLACE_ATTENTION}"
+    if has_norms_in_attention(layout):
+        reason += f'; {NORMS_IN_ATTENTION}'
     if layout.mtp_depths:
         reason += (
             f'; its {layout.mtp_depths} MTP layers go into an MTP part, else they are not read'

@@ -17,8 +17,16 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     is_training_state,
     parse_key,
 )
-from megatron_overlay.standalone.dist_checkpointing.load_plan import FLATTENED, conversion_command
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    CONVERTED_FORMATS,
+    StoredCheckpoint,
+    conversion_command,
+    is_layer_wise,
+    stored_optimizer_format,
+)
+from megatron_overlay.standalone.dist_checkpointing.unstored_state import NO_OPTIMIZER
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_overlay.errors import CheckpointingException
 
@@ -29,7 +37,7 @@ from ..merge.payload import OpenFiles
 from ..merge.plan import ChunkJob, StoredChunk
 from ..merge.source import Places, TensorEntry, tensor_entry
 from ..merge.verify import assembled
-from .resume import find_distributed
+from .resume import find_distributed, read_common_state
 
 _OPEN_FILES = 64
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)
@@ -97,17 +105,8 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     }
     result = WeightCheck(directory)
     pairs = list(_pairs(tensors, result))
-    if not pairs and any(_is_flattened(key, tensors) for key in result.not_compared):
-        raise CheckpointingException(
-            f'{directory}: the main parameters are stored in flattened shards ({FLATTENED}); '
-            f'{conversion_command(str(directory))} puts them together and compares each with its '
-            f'weight'
-        )
     if not pairs:
-        raise CheckpointingException(
-            f'{directory}: no optimizer.state.param.<weight> beside a <weight>; only optimizer '
-            f'state stored by parameter (--dist-ckpt-optim-fully-reshardable) can be compared'
-        )
+        raise CheckpointingException(f'{directory}: {_why_nothing_to_compare(directory, metadata)}')
     remainders, places = True, Places(directory, metadata)
     size = sum(4 * math.prod(tensors[key].size) for key, _ in pairs)
     with (
@@ -158,12 +157,21 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
             yield key, weight
 
 
-def _is_flattened(key: str, tensors: dict[str, TensorStorageMetadata]) -> bool:
-    weight = tensors.get(parse_key(key).weight)
-    if weight is None:
-        return False
-    stored = tensors[key].size
-    return len(stored) == len(weight.size) + 1 and math.prod(stored) == math.prod(weight.size)
+def _why_nothing_to_compare(directory: Path, metadata: Metadata) -> str:
+    common = read_common_state(directory, metadata)
+    stored = StoredCheckpoint(layout_from_metadata(metadata), common)
+    kind = stored_optimizer_format(stored)
+    if kind == 'none':
+        return f'{NO_OPTIMIZER}, and so no main parameters to compare with the weights'
+    if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
+        return (
+            f'the main parameters are stored as {kind}; {conversion_command(str(directory))} puts '
+            f'them together and compares each with its weight'
+        )
+    return (
+        f'no optimizer.state.param.<weight> beside a <weight>, in optimizer state that is stored '
+        f'as {kind}; an fp32 optimizer that is not distributed has no main parameters'
+    )
 
 
 def _may_be_remainders(main: torch.Tensor) -> bool:

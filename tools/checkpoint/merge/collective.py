@@ -1,5 +1,6 @@
 """Writing a checkpoint from several ranks, published as one or not at all."""
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,18 +15,47 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..common import publish
 from ..common.errors import CheckpointError
-from ..common.paths import CONFIG_NAME
+from ..common.paths import CONFIG_NAME, METADATA_NAME
 from ..common.progress import peak_memory, progress_bar
 from ..common.publish import Interrupted, Publication
+from ..common.stored import check_files
 from .common_state import save_common_state
 from .places import Places, stored_places
 from .plan import MergePlan, RankShare
 from .ranks import RankLost, Ranks
 from .report import Timings
+from .source import Slice
 from .validate import validate_output
 from .writer import ChunkMaker, MergePlanner, MergeWriter, save_merged
 
 MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
+
+
+def fingerprints(directories: Iterable[Path], ranks: Ranks) -> dict[Path, str]:
+    """What ``check_visible`` compares; nothing where there is one rank."""
+    return {path: _fingerprint(path) for path in directories} if ranks.size > 1 else {}
+
+
+def _fingerprint(directory: Path) -> str:
+    """Of the metadata, which names the save, so that no two checkpoints have the same."""
+    with open(directory / METADATA_NAME, 'rb') as file:
+        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+
+
+def check_visible(seen: Mapping[Path, str], pieces: Iterable[tuple[Path, Slice]]) -> None:
+    """This rank sees the inputs that rank 0 sees, and every file that it is to read, in full.
+
+    Args:
+        seen: rank 0's ``fingerprints``
+        pieces: file and bytes of what this rank is to read
+    """
+    for directory, expected in seen.items():
+        if _fingerprint(directory) != expected:
+            raise CheckpointError(
+                f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
+                'inputs must be on storage that all ranks share'
+            )
+    check_files((path, piece.end) for path, piece in pieces)
 
 
 class _Result(Protocol):

@@ -118,9 +118,10 @@ def output_common_state(
         state['optimizer'] = without_optimizer_classes(state['optimizer'])
     if output_iteration is not None:
         state['iteration'] = output_iteration
-        if isinstance(state.get('args'), Namespace) and hasattr(state['args'], 'iteration'):
-            state['args'] = copy.copy(state['args'])
-            state['args'].iteration = output_iteration
+        args = copy.copy(state.get('args'))
+        values = vars(args) if isinstance(args, Namespace) else args
+        if isinstance(values, dict) and 'iteration' in values:
+            values['iteration'], state['args'] = output_iteration, args
     state[PROVENANCE_KEY] = dict(provenance)
     return state
 

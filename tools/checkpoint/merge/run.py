@@ -1,25 +1,23 @@
 """A merge from beginning to end, collectively over all ranks."""
 
-import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ..common.errors import CheckpointError
-from ..common.paths import METADATA_NAME
 from ..common.progress import resident_memory
-from ..common.stored import check_files
 from .accumulate import ChunkMerger
-from .collective import publish_together, summarise, write_share
+from .collective import check_visible, fingerprints, publish_together, summarise, write_share
 from .common_state import output_common_state
 from .integrity import verify_manifests, write_manifest
 from .plan import RankShare
 from .prepare import Prepared, Request, prepare
 from .ranks import Ranks, joined_ranks
 from .report import MergeResult
+from .source import Slice
 from .verify import verify_share
 
 
@@ -31,7 +29,7 @@ class _Orders:
     directories: tuple[Path, ...]
     weights: tuple[float, ...]
     target: Path
-    fingerprints: list[str]
+    fingerprints: dict[Path, str]
 
 
 def run_merge(request: Request) -> MergeResult:
@@ -50,7 +48,7 @@ def run_merge(request: Request) -> MergeResult:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
         orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
-        ranks.agree(lambda: _check_visible(orders))
+        ranks.agree(lambda: check_visible(orders.fingerprints, _pieces(orders.share)))
         if request.dry_run:
             return ranks.broadcast(prepared.result if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
@@ -59,31 +57,17 @@ def run_merge(request: Request) -> MergeResult:
 
 def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
     inputs = prepared.inputs
-    seen = [_fingerprint(path) for path in inputs.directories] if ranks.size > 1 else []
+    seen = fingerprints(inputs.directories, ranks)
     return [
         _Orders(share, inputs.directories, inputs.weights, prepared.target, seen)
         for share in prepared.plan.shares
     ]
 
 
-def _fingerprint(directory: Path) -> str:
-    """Of the metadata, which names the save, so that no two checkpoints have the same."""
-    with open(directory / METADATA_NAME, 'rb') as file:
-        return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
-
-
-def _check_visible(orders: _Orders) -> None:
-    """This rank sees the inputs that rank 0 sees, and every file that it is to read, in full."""
-    share = orders.share
-    for directory, expected in zip(orders.directories, orders.fingerprints, strict=False):
-        if _fingerprint(directory) != expected:
-            raise CheckpointError(
-                f'{directory / METADATA_NAME}: another checkpoint than rank 0 sees there; the '
-                'inputs must be on storage that all ranks share'
-            )
-    pieces = [(part.path, part.piece) for job in share.chunks for s in job.stored for part in s]
-    pieces += [(job.path, job.piece) for job in share.byte_entries]
-    check_files((path, piece.end) for path, piece in pieces)
+def _pieces(share: RankShare) -> Iterator[tuple[Path, Slice]]:
+    for job in share.chunks:
+        yield from ((part.path, part.piece) for stored in job.stored for part in stored)
+    yield from ((job.path, job.piece) for job in share.byte_entries)
 
 
 def _write(

@@ -63,15 +63,17 @@ class Assembler:
         """
         assert isinstance(job, OutputChunk)
         for piece in job.pieces:
-            self._read(
-                self._open(piece.stored, piece.key),
-                piece.start,
-                out[piece.at : piece.at + piece.count],
-            )
+            self._read_into(out[piece.at : piece.at + piece.count], piece)
         if job.weight is not None:
             self._prove(job, job.weight, job.pieces, out)
         for copy in job.copies:
             self._compare(job, copy, out)
+
+    def read(self, stored: StoredChunk, key: str, start: int, count: int) -> torch.Tensor:
+        """Elements of a stored chunk, as they are stored."""
+        values = torch.empty(count, dtype=stored.dtype, device='cpu')
+        self._read(self._open(stored, key), start, values)
+        return values
 
     def is_weight(self, job: OutputChunk) -> bool:
         """Whether a main parameter's pieces are its weight."""
@@ -80,6 +82,17 @@ class Assembler:
         except NotItsWeightError:
             return False
         return True
+
+    def _read_into(self, out: torch.Tensor, piece: Piece) -> None:
+        source, dtype = self._open(piece.stored, piece.key), piece.stored.dtype
+        if dtype == out.dtype:
+            self._read(source, piece.start, out)
+            return
+        for start in range(0, piece.count, BLOCK_ELEMENTS):
+            part = out[start : start + BLOCK_ELEMENTS]
+            values = _view(self._block, dtype, part.numel())
+            self._read(source, piece.start + start, values)
+            part.copy_(values)
 
     def _prove(
         self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
@@ -104,8 +117,9 @@ class Assembler:
             source = self._open(piece.stored, piece.key)
             for start in range(0, piece.count, BLOCK_ELEMENTS):
                 count = min(BLOCK_ELEMENTS, piece.count - start)
-                values = _view(self._other, piece.stored.dtype, count)
-                self._read(source, piece.start + start, values)
+                stored = _view(self._other, piece.stored.dtype, count)
+                self._read(source, piece.start + start, stored)
+                values = stored.to(out.dtype)
                 at = piece.at + start
                 same = as_bits(values) == as_bits(out[at : at + count])
                 if same.all():

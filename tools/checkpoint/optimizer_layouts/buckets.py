@@ -23,6 +23,9 @@ from .plan import Piece, stored_chunk
 
 ALIGNMENT = 64  # elements; parameters start at multiples of it
 
+# What fully_reshardable, which is float32, holds exactly.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass
 class Bucket:
@@ -132,11 +135,8 @@ def _check_bucket(checkpoint: Checkpoint, bucket: Bucket, states: set[str]) -> N
     for state, (_, entry) in bucket.tensors.items():
         if len(entry.shape) != 1:
             raise CheckpointError(f'{where}.{state}: shape {entry.shape}, expected one dimension')
-        if entry.dtype != torch.float32:
-            raise CheckpointError(
-                f'{where}.{state}: stored as {str(entry.dtype).removeprefix("torch.")}, expected '
-                'float32; what --store-param-remainders keeps is not converted'
-            )
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f'{where}.{state}: {_dtype_refusal(entry.dtype)}')
         edges = sorted({0, *(e for box in entry.chunks for e in (*box.offsets, *box.ends))})
         if state == PARAM or not bucket.edges:
             bucket.numel, bucket.edges = entry.shape[0], edges
@@ -144,6 +144,17 @@ def _check_bucket(checkpoint: Checkpoint, bucket: Bucket, states: set[str]) -> N
         cut = sorted({0, *(e for box in entry.chunks for e in (*box.offsets, *box.ends))})
         if entry.shape[0] != bucket.numel or cut != bucket.edges:
             raise CheckpointError(f'{where}.{state}: cut in other chunks than {PARAM}')
+
+
+def _dtype_refusal(dtype: torch.dtype) -> str:
+    found = f'stored as {str(dtype).removeprefix("torch.")}, expected float32, bfloat16 or float16'
+    if dtype != torch.int16:
+        return found
+    return (
+        f'{found}: these are the lower halves of main parameters, which --store-param-remainders '
+        'keeps. Nothing proves to which weights they belong; load it in the layout that saved it, '
+        'and save it again with --dist-ckpt-optim-fully-reshardable'
+    )
 
 
 def lay_out(sizes: list[int], buckets: list[Bucket]) -> list[Place] | None:

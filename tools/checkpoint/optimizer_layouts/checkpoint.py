@@ -17,6 +17,7 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     stored_optimizer_format,
 )
+from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -70,7 +71,7 @@ class Checkpoint:
     @property
     def args(self) -> object:
         """Saved arguments; an object without any where there are none."""
-        return self.common.state.get('args') or object()
+        return arguments_in(self.common.state)
 
     def flattened_from(self, key: str) -> object:
         """Shape that core recorded of a tensor whose shards it flattened; None where it didn't."""

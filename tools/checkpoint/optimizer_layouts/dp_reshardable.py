@@ -19,11 +19,12 @@ from ..merge.plan import OutputTensor
 from .assemble import Assembler
 from .buckets import Buffer, read_buffers
 from .checkpoint import Checkpoint
+from .frozen import possibly_frozen
 from .order import Order, possible_orders
 from .parameters import Model, Parameter, Part, read_model
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, output_chunks
 from .settings import is_of_experts, read_settings
-from .stages import Chunks, Placed, fit_buffers, fit_chunks, split
+from .stages import Chunk, Parts, Placed, fit_buffers, fit_chunks, split
 
 Positions = dict[tuple[int, int], list[Placed]]
 """The placed parameters by optimizer of the chain and model-parallel position."""
@@ -71,26 +72,45 @@ def _derive(
     of_experts: Sequence[bool],
 ) -> Positions:
     """Where every parameter lies, by the one order that fills all buckets."""
-    found: list[tuple[Order, Positions]] = []
-    for order in possible_orders(model.parameters):
-        positions = _fit(checkpoint, model, buffers, of_experts, order)
-        if positions is not None and all(_differ(positions, other) for _, other in found):
-            found.append((order, positions))
+    found = _fitting(checkpoint, model, buffers, of_experts, [frozenset()])
+    if not found:
+        buckets = [b for own in buffers.values() for buffer in own for b in buffer.buckets]
+        frozen = possibly_frozen(checkpoint, model, buckets)
+        found = _fitting(checkpoint, model, buffers, of_experts, frozen)
     if not found:
         raise CheckpointError(
             f"{checkpoint.directory}: the {len(model.parameters)} parameters of the weights don't "
             "fill the optimizer's buckets in any known order of modules (tensor-parallel size "
-            f'{model.tensor_size}); frozen parameters and modules of other makes are not converted'
+            f'{model.tensor_size}); modules of other makes are not converted'
         )
     if len(found) > 1:
         found = _proven(checkpoint, model, of_experts, found)
     if len(found) != 1:
         raise CheckpointError(
-            f'{checkpoint.directory}: several orders of modules fill the buckets, and the weights '
-            f'are those of {"; ".join(str(order) for order, _ in found) or "none"}: expected one; '
+            f'{checkpoint.directory}: the buckets can be filled in several ways, and the weights '
+            f'fit {"; ".join(name for name, _ in found) or "none"}: expected one; '
             'load it in the layout that saved it'
         )
     return found[0][1]
+
+
+def _fitting(
+    checkpoint: Checkpoint,
+    model: Model,
+    buffers: Mapping[tuple[int, int], list[Buffer]],
+    of_experts: Sequence[bool],
+    frozen_sets: Iterable[frozenset[str]],
+) -> list[tuple[str, Positions]]:
+    """Every derivation that fills all buckets, with words for it; none twice."""
+    found: list[tuple[str, Positions]] = []
+    for frozen in frozen_sets:
+        trained = [p for p in model.parameters if p.key not in frozen]
+        for order in possible_orders(trained):
+            positions = _fit(checkpoint, model, trained, buffers, of_experts, order)
+            if positions is not None and all(_differ(positions, other) for _, other in found):
+                without = f', {", ".join(sorted(frozen))} frozen' if frozen else ''
+                found.append((f'{order}{without}', positions))
+    return found
 
 
 _Placement = tuple[tuple[int, int], str, str, int]
@@ -112,8 +132,8 @@ def _proven(
     checkpoint: Checkpoint,
     model: Model,
     of_experts: Sequence[bool],
-    found: Sequence[tuple[Order, Positions]],
-) -> list[tuple[Order, Positions]]:
+    found: Sequence[tuple[str, Positions]],
+) -> list[tuple[str, Positions]]:
     """Those of several derivations whose main parameters are the weights, where they differ."""
     placements = [_placements(positions) for _, positions in found]
     agreed = set.intersection(*map(set, placements))
@@ -136,6 +156,7 @@ def _proven(
 def _fit(
     checkpoint: Checkpoint,
     model: Model,
+    trained: Sequence[Parameter],
     buffers: Mapping[tuple[int, int], list[Buffer]],
     of_experts: Sequence[bool],
     order: Order,
@@ -150,34 +171,33 @@ def _fit(
             f'{checkpoint.directory}: {len(groups)} model-parallel positions (dp_group_idx '
             f'{groups[:4]}…), expected a multiple of the {size} tensor-parallel ranks'
         )
-    chunks = split([p for p in model.parameters if not apart or p.expert < 0], order)
+    parts = split([p for p in trained if not apart or p.expert < 0], model.parameters, order)
     positions: Positions = {key: [] for key in buffers}
-    layers: list[list[list[Placed]]] = []
+    chunks: list[list[Chunk]] = []
     for rank in range(size):
         of_stages = [
             [buffer for chain in dense for buffer in buffers.get((chain, s * size + rank), [])]
             for s in range(stages)
         ]
-        fitted = _fit_virtual(chunks, of_stages)
+        fitted = _fit_virtual(parts, of_stages)
         if fitted is None:
             return None
-        layers = fitted
+        chunks = fitted
         for s, of_stage in enumerate(fitted):
-            positions[dense[0], s * size + rank] = [p for chunk in of_stage for p in chunk]
+            positions[dense[0], s * size + rank] = [p for chunk in of_stage for p in chunk.placed]
     for chain in (chain for chain, experts in enumerate(of_experts) if experts):
-        fits = _fit_experts(checkpoint, model, buffers, chain, order, layers)
+        own = [p for p in trained if p.expert >= 0]
+        fits = _fit_experts(checkpoint, model, own, buffers, chain, order, chunks)
         if fits is None:
             return None
         positions.update(fits)
     return positions
 
 
-def _fit_virtual(
-    chunks: Chunks, stages: Sequence[Sequence[Buffer]]
-) -> list[list[list[Placed]]] | None:
+def _fit_virtual(parts: Parts, stages: Sequence[Sequence[Buffer]]) -> list[list[Chunk]] | None:
     most = max(map(len, stages))
     for virtual in range(most, 0, -1):
-        fitted = fit_chunks(chunks, stages, virtual)
+        fitted = fit_chunks(parts, stages, virtual)
         if fitted is not None:
             return fitted
     return None
@@ -186,15 +206,16 @@ def _fit_virtual(
 def _fit_experts(
     checkpoint: Checkpoint,
     model: Model,
+    experts: Sequence[Parameter],
     buffers: Mapping[tuple[int, int], list[Buffer]],
     chain: int,
     order: Order,
-    stages: Sequence[Sequence[Sequence[Placed]]],
+    stages: Sequence[Sequence[Chunk]],
 ) -> Positions | None:
     """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
     groups = sorted(group for own, group in buffers if own == chain)
-    experts = sorted((p for p in model.parameters if p.expert >= 0), key=order.key)
-    number = 1 + max(parameter.expert for parameter in experts)
+    experts = sorted(experts, key=order.key)
+    number = 1 + max(parameter.expert for parameter in model.parameters)
     tensor = model.expert_tensor_size
     expert_size = len(groups) // (tensor * len(stages))
     if groups != list(range(tensor * len(stages) * expert_size)) or number % max(expert_size, 1):
@@ -212,8 +233,9 @@ def _fit_experts(
         expert_rank, stage = group // tensor % expert_size, group // (tensor * expert_size)
         left, placed = list(buffers[chain, group]), []
         for chunk in stages[stage]:
-            of_chunk = {(p.parameter.block, p.parameter.layer) for p in chunk}
-            found = [pair for layer in of_chunk for pair in of_rank.get((*layer, expert_rank), ())]
+            found = [
+                pair for layer in chunk.layers for pair in of_rank.get((*layer, expert_rank), ())
+            ]
             own = [parameter for _, parameter in sorted(found)]
             if not own:
                 continue
@@ -259,7 +281,7 @@ def _plan(
         settings=settings,
         positions=report,
         padding=padding,
-        without_state=model.buffers,
+        without_state=sorted(checkpoint.weights.keys() - {key for key, _ in found}),
     )
 
 

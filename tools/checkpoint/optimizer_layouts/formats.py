@@ -30,4 +30,12 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
             f'{checkpoint.directory}: the optimizer state is {checkpoint.format!r}, expected '
             f'{" or ".join(FORMATS)}'
         )
+    for option in ('fp8_param_gather', 'fp4_param_gather'):
+        if getattr(checkpoint.args, option, None) is True:
+            raise CheckpointError(
+                f'{checkpoint.directory}: args say {option}: the weights are quantised, so that '
+                'main parameters rounded are not the weights, which would be the proof; load it '
+                'in the layout that saved it, and save it again with '
+                '--dist-ckpt-optim-fully-reshardable'
+            )
     return FORMATS[checkpoint.format](checkpoint)

@@ -28,7 +28,8 @@ from ..merge.plan import OutputTensor
 from .checkpoint import Checkpoint
 from .plan import OptimizerPlan, Piece, Position, output_chunks, stored_chunk
 
-_STATES = {FP32_PARAM: PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
+# `fully_reshardable` has `param`: without content metadata it passes for its forerunner.
+_STATES = {FP32_PARAM: PARAM, PARAM: PARAM, 'exp_avg': 'exp_avg', 'exp_avg_sq': 'exp_avg_sq'}
 _STEP = 'step'
 
 
@@ -81,7 +82,7 @@ def _stored_states(checkpoint: Checkpoint) -> dict[str, tuple[str, dict[str, str
         keys[_STATES[state]] = key
     for weight, (optimizer, keys) in found.items():
         for name, state in _STATES.items():
-            if state not in keys:
+            if state not in keys and name != PARAM:
                 raise CheckpointError(
                     f'{directory}: no {optimizer}.state.{name}.{weight}, but '
                     f'{next(iter(keys.values()))}; the checkpoint is damaged, take another'
@@ -95,6 +96,11 @@ def _pieces(checkpoint: Checkpoint, key: str, weight: str) -> dict[Box, list[Pie
     where = f'{checkpoint.directory}: {key}'
     if stored.dtype != torch.float32:
         raise CheckpointError(f'{where}: {stored.dtype}, expected torch.float32')
+    if stored.shape == entry.shape and stored.chunks.keys() == entry.chunks.keys():
+        return {
+            box: [Piece(stored_chunk(checkpoint, stored, box), key, 0, box.numel, 0)]
+            for box in stored.chunks
+        }
     if len(stored.shape) == 1 and stored.shape == entry.shape:
         return _unflattened(checkpoint, key, weight)
     grid, numel = stored.shape[:-1], stored.shape[-1] if stored.shape else 0

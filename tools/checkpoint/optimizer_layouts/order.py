@@ -58,12 +58,14 @@ _MODULES = {
         'linear_fc1',
         'linear_fc2',
     ),
+    'experts': ('linear_fc1', 'linear_fc2'),
     'mixer': ('in_proj', 'conv1d', 'norm', 'out_proj'),
 }
 _MODULES['encoder'] = _MODULES['decoder']
 _MODULES['cross_attention'] = _MODULES['self_attention']
 _MODULES['shared_experts'] = _MODULES['mlp']
-_MODULES['transformer_layer'] = _MODULES['mtp_model_layer'] = _MODULES['layer']
+_MODULES['transformer_layer'] = _MODULES['layer']
+_MODULES['mtp_model_layer'] = (*_MODULES['layer'], 'layers')  # of a hybrid model it is a stack
 # A module's own parameters come before those of the modules in it.
 _OWN = (
     'layer_norm_weight',
@@ -112,16 +114,14 @@ class Order:
     def key(self, parameter: Parameter) -> tuple:
         """Sorts a chunk's parameters as ``named_parameters()`` of the model has them."""
         name = self._registered(parameter.name)
+        place: tuple = _place((('layer' if parameter.block else ''), *name.split('.')), parameter)
         if parameter.expert >= 0:
-            linear = _place(('mlp', *name.split('.')), parameter)
+            depth = len(name[: name.index('experts.')].split('.'))
+            linear = place[depth:]
             within = (
                 (linear, parameter.expert) if self.experts_grouped else (parameter.expert, linear)
             )
-            place: tuple = (*_place(('layer', 'mlp', 'experts'), parameter), within)
-        elif parameter.block:
-            place = _place(('layer', *name.split('.')), parameter)
-        else:
-            place = _place(('', *name.split('.')), parameter)
+            place = (*place[:depth], within)
         if not parameter.block:
             return place
         block = parameter.block.partition('.')[0]
@@ -148,6 +148,10 @@ def _place(path: tuple[str, ...], parameter: Parameter) -> tuple[int, ...]:
     """
     at, place = path[0], []
     for step in path[1:-1]:
+        if at == 'layers' and step.isdecimal():
+            place.append(int(step))
+            at = 'layer'
+            continue
         known = _MODULES.get(at, ()) if at else _MODEL
         if step not in known:
             raise _unknown(parameter)

@@ -39,7 +39,8 @@ class Parameter:
         block: ``decoder.layers``, ``mtp.layers``, or empty outside layers
         layer: its number there; -1 outside layers
         expert: its number; -1 where it is none
-        name: what remains of the key, such as ``self_attention.linear_qkv.weight``
+        name: what remains of the key, such as ``self_attention.linear_qkv.weight``, or of an
+            expert's ``mlp.experts.linear_fc1.weight``
         dtype: of the weight
         ranks: for each tensor-parallel rank the parts that make up its parameter, in order; one
             entry where all have the same
@@ -62,11 +63,18 @@ class Parameter:
         return sum(box.numel for _, box in self.ranks[0])
 
     @property
+    def key(self) -> str:
+        """FQN of the weight, of its first part where it is stored in several."""
+        return self.ranks[0][0][0]
+
+    @property
     def label(self) -> str:
         """For messages: the key as a model that doesn't stack would have it."""
         layer = f'{self.block}.{self.layer}.' if self.block else ''
-        expert = f'mlp.experts.experts.{self.expert}.' if self.expert >= 0 else ''
-        return f'{layer}{expert}{self.name}'
+        name = self.name
+        if self.expert >= 0:
+            name = name.replace('mlp.experts.', f'mlp.experts.experts.{self.expert}.')
+        return f'{layer}{name}'
 
 
 @dataclass(frozen=True)
@@ -75,13 +83,11 @@ class Model:
 
     Attributes:
         parameters: in the metadata's order
-        buffers: FQNs of what is no parameter
         tensor_size: tensor-parallel ranks
         expert_tensor_size: the same of experts; 1 without
     """
 
     parameters: list[Parameter]
-    buffers: list[str]
     tensor_size: int
     expert_tensor_size: int
 
@@ -96,11 +102,10 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     Raises:
         CheckpointError: chunks that no known way of splitting a parameter makes
     """
-    buffers = dict.fromkeys(key for key in checkpoint.weights if key.rpartition('.')[2] in _BUFFERS)
     units: dict[tuple[str, int, int, str], dict[str, list[Part]]] = defaultdict(dict)
     dtypes: dict[tuple[str, int, int, str], torch.dtype] = {}
     for key, entry in checkpoint.weights.items():
-        if key in buffers:
+        if key.rpartition('.')[2] in _BUFFERS:
             continue
         for unit, part, boxes in _units(checkpoint, key, entry):
             units[unit][part] = [(key, box) for box in boxes]
@@ -115,7 +120,7 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     for unit, parts in units.items():
         ranks = _ranks(checkpoint, unit, parts, size if unit[2] < 0 else expert_size)
         parameters.append(Parameter(*unit, dtypes[unit], ranks))
-    return Model(parameters, list(buffers), size, expert_size)
+    return Model(parameters, size, expert_size)
 
 
 def _is_plain_expert(unit: tuple[str, int, int, str]) -> bool:

@@ -2,14 +2,20 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from ..common.progress import resident_memory
-from ..common.stored import check_files
-from ..merge.collective import publish_together, summarise, write_share
+from ..merge.collective import (
+    check_visible,
+    fingerprints,
+    publish_together,
+    summarise,
+    write_share,
+)
 from ..merge.plan import RankShare
 from ..merge.ranks import Ranks, joined_ranks
 from ..merge.source import Slice
@@ -37,9 +43,9 @@ def run_conversion(request: ConversionRequest) -> ConversionResult:
         result = ranks.broadcast(prepared.result if prepared else None)
         if result.already:
             return result
-        shares = prepared.plan.shares if prepared and prepared.plan else None
-        share = ranks.scatter(shares)
-        ranks.agree(lambda: _check_visible(share))
+        orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
+        share = orders.share
+        ranks.agree(lambda: check_visible(orders.fingerprints, _slices(share)))
         if request.dry_run:
             return result
         return publish_together(
@@ -53,9 +59,18 @@ def run_conversion(request: ConversionRequest) -> ConversionResult:
         )
 
 
-def _check_visible(share: RankShare) -> None:
-    """This rank sees every file that it is to read, in full."""
-    check_files((path, piece.end) for path, piece in _slices(share))
+@dataclass
+class _Orders:
+    """What rank 0 tells each rank."""
+
+    share: RankShare
+    fingerprints: dict[Path, str]
+
+
+def _orders(prepared: PreparedConversion, ranks: Ranks) -> list[_Orders]:
+    assert prepared.plan is not None
+    seen = fingerprints([prepared.checkpoint.directory], ranks)
+    return [_Orders(share, seen) for share in prepared.plan.shares]
 
 
 def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:

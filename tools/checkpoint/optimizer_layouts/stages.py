@@ -1,8 +1,8 @@
 """Which parameters each rank's buffers hold: the layers of the model's chunks, found by size.
 
-Chunks of a model (pipeline stages, and with virtual stages several of each) have consecutive
-layers; the first one has the embedding as well, the last one the final norm, the output layer and
-MTP. A chunk has one buffer for each dtype. The layers of a chunk are as many as fill its buffers:
+Chunks of a model (pipeline stages, and with virtual stages several of each) have consecutive parts
+of it: layers, then the final norm, MTP, and the output layer; the first one has the embedding as
+well. A chunk has one buffer for each dtype. The parts of a chunk are as many as fill its buffers:
 more don't fit, and fewer leave elements over.
 """
 
@@ -17,6 +17,8 @@ from .parameters import Parameter
 
 _EMBEDDING = 'embedding.'
 _WORD_EMBEDDING = 'embedding.word_embeddings.weight'
+_STACKS = ('decoder.layers', 'encoder.layers')
+_MTP = 'mtp.layers'
 
 
 @dataclass
@@ -28,84 +30,118 @@ class Placed:
 
 
 @dataclass
-class Chunks:
-    """The parameters of a model by what decides which chunk has them, each in order."""
+class Chunk:
+    """What one chunk of the model has.
 
-    first: list[Parameter] = field(default_factory=list)
-    layers: list[list[Parameter]] = field(default_factory=list)
-    last: list[Parameter] = field(default_factory=list)
-
-
-def split(parameters: Sequence[Parameter], order: Order) -> Chunks:
-    """The parameters in the order of registration, by chunk."""
-    chunks = Chunks()
-    by_layer: dict[int, list[Parameter]] = {}
-    for parameter in sorted(parameters, key=order.key):
-        if parameter.block in ('decoder.layers', 'encoder.layers'):
-            by_layer.setdefault(parameter.layer, []).append(parameter)
-        elif parameter.name.startswith(_EMBEDDING):
-            chunks.first.append(parameter)
-        else:
-            chunks.last.append(parameter)
-    chunks.layers = [by_layer.get(i, []) for i in range(max(by_layer, default=-1) + 1)]
-    return chunks
-
-
-def _variants(chunks: Chunks, is_first: bool, is_last: bool) -> Iterator[tuple[list, list]]:
-    """What may stand before and after the layers of a chunk.
-
-    The last of several chunks has a copy of the word embedding where that is the output layer's
-    weight too, and one of the whole embedding where it has MTP.
+    Attributes:
+        placed: its parameters
+        layers: block and number of its layers
     """
-    before = chunks.first if is_first else []
-    after = chunks.last if is_last else []
-    yield before, after
+
+    placed: list[Placed]
+    layers: set[tuple[str, int]]
+
+
+@dataclass
+class Parts:
+    """The parameters of a model by what decides which chunk has them, each in order.
+
+    Attributes:
+        embedding: of the first chunk, and again of the one that has MTP
+        following: those of each layer, of the final norm, of MTP and of the output layer
+        layers: block and number of the layers in each of ``following``
+    """
+
+    embedding: list[Parameter] = field(default_factory=list)
+    following: list[list[Parameter]] = field(default_factory=list)
+    layers: list[set[tuple[str, int]]] = field(default_factory=list)
+
+
+def split(parameters: Sequence[Parameter], everything: Sequence[Parameter], order: Order) -> Parts:
+    """The parameters in the order of registration, by part.
+
+    Args:
+        parameters: those in the buffers
+        everything: those of the model, which tell its layers
+    """
+    numbers = [p.layer for p in everything if p.block in _STACKS]
+    count = 1 + max(numbers, default=-1)
+    depths = {(p.block, p.layer) for p in everything if p.block == _MTP}
+    parts = Parts(following=[[] for _ in range(count + 3)])
+    parts.layers = [{(block, i) for block in _STACKS} for i in range(count)] + [
+        set(),
+        depths,
+        set(),
+    ]
+    for parameter in sorted(parameters, key=order.key):
+        if parameter.block in _STACKS:
+            parts.following[parameter.layer].append(parameter)
+        elif parameter.name.startswith(_EMBEDDING):
+            parts.embedding.append(parameter)
+        elif parameter.block == _MTP:
+            parts.following[count + 1].append(parameter)
+        elif parameter.name.startswith('output_layer.'):
+            parts.following[count + 2].append(parameter)
+        else:
+            parts.following[count].append(parameter)
+    return parts
+
+
+def _variants(
+    parts: Parts, is_first: bool, is_last: bool, mtp: bool
+) -> Iterator[tuple[list, list]]:
+    """What may stand before and after the parts of a chunk.
+
+    One that is not the first has a copy of the whole embedding where it has MTP; the last one of
+    the word embedding where that is the output layer's weight too.
+    """
+    copies: list[list[Parameter]] = [[]]
     if is_last and not is_first:
-        shared = [p for p in chunks.first if p.name == _WORD_EMBEDDING]
-        yield before, after + shared
-        yield chunks.first, after
-        yield chunks.first, after + shared
+        copies.append([p for p in parts.embedding if p.name == _WORD_EMBEDDING])
+    for before in [parts.embedding] if is_first else [[], parts.embedding][: 1 + mtp]:
+        yield from ((before, after) for after in copies)
 
 
 def fit_chunks(
-    chunks: Chunks, stages: Sequence[Sequence[Buffer]], virtual: int
-) -> list[list[list[Placed]]] | None:
+    parts: Parts, stages: Sequence[Sequence[Buffer]], virtual: int
+) -> list[list[Chunk]] | None:
     """The parameters of each stage's chunks; None where they don't fill the buffers.
 
     Args:
-        chunks: what there is
+        parts: what there is
         stages: the buffers of each pipeline stage, of one tensor-parallel rank
         virtual: number of chunks of a stage
     """
-    found: list[list[list[Placed]]] = [[] for _ in stages]
+    found: list[list[Chunk]] = [[] for _ in stages]
     left = [list(buffers) for buffers in stages]
-    layer, count = 0, len(stages) * virtual
+    begin, count = 0, len(stages) * virtual
     for number in range(count):
         stage = number % len(stages)
-        fitted = _fit_chunk(chunks, layer, left[stage], number == 0, number == count - 1)
+        fitted = _fit_chunk(parts, begin, left[stage], number == 0, number == count - 1)
         if fitted is None:
             return None
-        placed, layers, buffers = fitted
-        layer += layers
-        found[stage].append(placed)
+        chunk, end, buffers = fitted
+        begin = end
+        found[stage].append(chunk)
         left[stage] = left[stage][buffers:]
-    complete = layer == len(chunks.layers) and not any(left)
+    complete = begin == len(parts.following) and not any(left)
     return found if complete else None
 
 
 def _fit_chunk(
-    chunks: Chunks, layer: int, buffers: Sequence[Buffer], is_first: bool, is_last: bool
-) -> tuple[list[Placed], int, int] | None:
-    """What the chunk holds, the number of its layers, and of the buffers that it fills."""
-    remaining = len(chunks.layers) - layer
-    for count in (remaining,) if is_last else range(remaining + 1):
-        layers = [p for own in chunks.layers[layer : layer + count] for p in own]
-        for before, after in _variants(chunks, is_first, is_last):
-            parameters = [*before, *layers, *after]
+    parts: Parts, begin: int, buffers: Sequence[Buffer], is_first: bool, is_last: bool
+) -> tuple[Chunk, int, int] | None:
+    """What the chunk holds, where the next one begins, and the number of buffers that it fills."""
+    last = len(parts.following)
+    for end in (last,) if is_last else range(begin, last + 1):
+        own = [p for part in parts.following[begin:end] for p in part]
+        mtp = any(p.block == _MTP for p in own)
+        for before, after in _variants(parts, is_first, is_last, mtp):
+            parameters = [*before, *own, *after]
             used = _dtypes(parameters)
             placed = fit_buffers(parameters, buffers[: len(used)])
             if placed is not None and (parameters or is_last or not buffers):
-                return placed, count, len(used)
+                return Chunk(placed, set().union(*parts.layers[begin:end])), end, len(used)
     return None
 
 

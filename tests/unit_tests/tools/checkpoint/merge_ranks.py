@@ -147,17 +147,34 @@ def merge_misled(
     return _merge_mounted(rank, misled, mount, inputs, weights, root)
 
 
+def convert_misled(rank: int, misled: int, path: Path, other: Path, root: Path) -> str:
+    """The same in a conversion of optimizer state."""
+    reason = _mount(rank == misled, ['--bind', str(other), str(path)])
+    if reason:
+        return reason
+    convert_optimizer(path, root)
+    return 'converted'
+
+
 def _merge_mounted(
     rank: int, victim: int, mount: list[str], inputs: list[Path], weights: list[float], root: Path
 ) -> str:
-    if rank == victim:
+    reason = _mount(rank == victim, mount)
+    if reason:
+        return reason
+    merge(inputs, weights, root)
+    return 'merged'
+
+
+def _mount(in_own_namespace: bool, mount: list[str]) -> str:
+    """Why it can't be done; empty where it is, or isn't asked for."""
+    if in_own_namespace:
         if ctypes.CDLL(None).unshare(0x00020000) != 0:  # CLONE_NEWNS
             return 'cannot unshare'
         for command in (['mount', '--make-rprivate', '/'], ['mount', *mount]):
             if subprocess.run(command, capture_output=True).returncode:
                 return 'cannot mount'
-    merge(inputs, weights, root)
-    return 'merged'
+    return ''
 
 
 def merge_and_die(

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.unit_tests.tools.checkpoint.handmade import tree
-from tests.unit_tests.tools.checkpoint.merge_ranks import converts, start
+from tests.unit_tests.tools.checkpoint.merge_ranks import convert_misled, converts, start
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, make_twins
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
@@ -189,6 +189,12 @@ def test_wrong_swiglu(source, tmp_path):
     refused(source, tmp_path, 'linear_fc1.weight', 'swiglu False')
 
 
+def test_quantised_weights(source, tmp_path):
+    """They would be refused as damaged, at the first of them."""
+    set_argument(source, 'fp8_param_gather', True)
+    refused(source, tmp_path, 'fp8_param_gather', '--dist-ckpt-optim-fully-reshardable')
+
+
 def set_argument(root: Path, name: str, value: object) -> None:
     """Change saved arguments: the common state moves to a file of its own."""
     directory = resolve_checkpoint(root)
@@ -316,3 +322,18 @@ def test_eight_ranks(twins, tmp_path):
     assert found[0][:2] == (alone.bytes_read, total) and len(found[0][2]) == 8
     for expected in (twins.by_parameter, tmp_path / 'alone'):
         assert differences(tmp_path / 'eight', expected) == []
+
+
+@pytest.mark.parametrize('misled', [0, 1])
+def test_a_rank_that_sees_another_checkpoint(twins, tmp_path, misled):
+    """At the same path, as on disks of each machine's own: each rank's part would be proven."""
+    path = resolve_checkpoint(twins.in_buckets)
+    other = shutil.copytree(path, tmp_path / 'other')
+    with open(other / '.metadata', 'ab') as file:  # as of another save
+        file.write(b'.')
+    found = start(2, convert_misled, misled, path, other, tmp_path / 'out')
+    if str(found.get(misled, '')).startswith('cannot'):
+        pytest.skip(f'no mount namespaces here: {found[misled]}')
+    assert len(found) == 2 and found[0] == found[1], found
+    assert 'another checkpoint than rank 0 sees' in found[0]
+    assert not (tmp_path / 'out').exists()

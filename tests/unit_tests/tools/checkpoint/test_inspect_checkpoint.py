@@ -180,12 +180,7 @@ def test_fsdp_dtensor_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     'name, args, kind',
     [
-        ('gpt/iter_0000002', {'use_distributed_optimizer': True}, 'dp_zero_gather_scatter'),
-        (
-            'gpt/iter_0000002',
-            {'use_distributed_optimizer': True, 'ckpt_fully_parallel_save': True},
-            'fully_sharded_model_space',
-        ),
+        ('gpt/iter_0000002', {'use_distributed_optimizer': True}, 'fully_sharded_model_space'),
         ('gpt/iter_0000002', {}, 'fully_sharded_model_space'),
         ('buckets', {}, 'dp_reshardable'),
         ('plain', {}, 'plain'),
@@ -214,8 +209,6 @@ def test_every_look_says_the_same_without_content_metadata(
     else:
         refused = f'The optimizer state of the checkpoint is {kind!r}'
         way_out = f'megatron-convert-optimizer --load-dir {copy}'
-        if kind == 'dp_zero_gather_scatter':  # of which the tool makes nothing
-            way_out = '--dist-ckpt-optim-fully-reshardable'
         for text in (reason, verdict):
             assert refused in text and way_out in text and '--no-load-optim' in text
 

@@ -238,7 +238,7 @@ def test_as_a_script(copy, tmp_path):
     assert done.stdout.splitlines()[1].split() == ['format', 'torch_dist']
     off = python(script, copy.name, MEGATRON_OVERLAY='0')
     assert (off.returncode, off.stderr) == (0, '')
-    assert off.stdout.count('unknown: MEGATRON_OVERLAY=0') == 2
+    assert off.stdout.count('unknown: MEGATRON_OVERLAY=0') == 1
     helps = python('-X', 'importtime', script, '--help')
     assert helps.returncode == 0 and 'torch' not in helps.stderr
     assert helps.stdout.startswith('usage: inspect_checkpoint.py ')

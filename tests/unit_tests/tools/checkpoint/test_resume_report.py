@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.key_arguments import LEGACY_WAY_OUT
 from megatron.core.dist_checkpointing.unstored_state import (
     NO_OPTIMIZER,
     NO_RNG,
@@ -112,7 +113,7 @@ def test_what_is_no_checkpoint(tmp_path, checkpoints, capsys):
     expected = {
         tmp_path / 'absent': "doesn't exist",
         tmp_path: 'no metadata.json and no latest_checkpointed_iteration.txt',
-        legacy: 'has the format torch; only torch_dist',
+        legacy: f'expected torch_dist; {LEGACY_WAY_OUT}',
         dangling: 'names 7, but',
         damaged: '.metadata: not DCP metadata',
     }

@@ -2,8 +2,10 @@
 
 import copy
 import gc
+import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -103,6 +105,65 @@ def test_looks_and_refusals_leave_core_alone(saved, pp4, tmp_path):
     one, other = (torch.load(file, weights_only=True)['args'] for file in (one, other))
     assert type(other.attention_backend).__module__ == 'megatron.core.transformer.enums'
     assert other.attention_backend is one.attention_backend
+
+
+TOLD = """
+import contextlib, importlib, io, json, sys
+
+def told(words):
+    tool = importlib.import_module('tools.checkpoint.' + words[0])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            status = tool.main(words[1:])
+        except SystemExit as end:
+            status = end.code
+    return status, printed.getvalue()
+"""
+
+
+def test_what_is_told_is_the_same_with_and_without_core_imported(saved, pp4, tmp_path):
+    source = next(saved.glob('iter_*'))
+    names = ['good', 'unfinished', 'cut', 'garbage', 'hostile', 'no config', 'no file']
+    for name in names:
+        shutil.copytree(source, tmp_path / name / source.name)
+        shutil.copy(saved / 'latest_checkpointed_iteration.txt', tmp_path / name)
+    at = {name: tmp_path / name / source.name for name in names}
+    (at['unfinished'] / '.metadata').unlink()
+    (at['cut'] / '.metadata').write_bytes((source / '.metadata').read_bytes()[:300])
+    (at['garbage'] / '.metadata').write_bytes(b'no pickle')
+    (at['hostile'] / '.metadata').write_bytes(pickle.dumps(print))
+    (at['no config'] / 'metadata.json').unlink()
+    next(at['no file'].glob('*.distcp')).unlink()
+    paths = [*(tmp_path / name for name in names), pp4, at['good'], tmp_path / 'absent', tmp_path]
+    cases = [['gpt_into_hybrid', str(paths[0]), pattern] for pattern in ('*-', 'MQ', '*E', '+-')]
+    for path in map(str, paths):
+        merge = ['weighted_merge', '--merge-output', f'{tmp_path}/out', '--dry-run']
+        cases += [
+            ['gpt_into_hybrid', path, 'M-*-', '--replace-gpt-attention'],
+            ['inspect_checkpoint', path],
+            ['inspect_checkpoint', '--diff', path, str(saved)],
+            ['resume_report', path],
+            ['resume_report', path, '--check-weights'],
+            [*merge, '--merge-inputs', f'{path}:1', '--min-checkpoints=1'],
+            ['convert_ckpt_optimizer', '--load-dir', path, f'--save-dir={tmp_path}/o', '--dry-run'],
+        ]
+    code = f'{TOLD}\nall = [told(words) for words in json.loads(sys.argv[1])]\n'
+    code += "print(json.dumps(['megatron.core' in sys.modules, all]))"
+    alone = subprocess.run(
+        [sys.executable, '-W', 'ignore', '-c', code, json.dumps(cases)],
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    core_imported, found = json.loads(alone.stdout)
+    names = {}
+    exec(TOLD, names)
+    assert not core_imported and 'megatron.core.dist_checkpointing' in sys.modules
+    for words, outcome in zip(cases, found, strict=True):
+        assert names['told'](words) == tuple(outcome), words
+    assert sum(status for status, _ in found) > len(found) / 2
 
 
 def test_where_there_is_no_core_the_inspector_tells_what_it_can(saved, pp4):

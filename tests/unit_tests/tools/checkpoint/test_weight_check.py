@@ -8,10 +8,12 @@ from functools import partial
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.load_plan import conversion_command
 
 from tests.cpu_megatron.torchrun import two_at_once
 from tests.cpu_megatron.whole_checkpoint import read_tensors
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
+from tests.unit_tests.tools.checkpoint.handmade import model_tensors, write_checkpoint
 from tools.checkpoint.inspection.resume import find_distributed
 from tools.checkpoint.inspection.weights import check_weights
 from tools.checkpoint.resume_report import main
@@ -139,10 +141,18 @@ def _replace_once(directory, old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def test_state_by_bucket_has_nothing_to_compare(saved, capsys):
     directory = find_distributed(saved / 'dp_reshardable' / 'ckpt')[0]
-    with pytest.raises(CheckpointingException, match='stored by parameter'):
-        check_weights(directory)
     assert main([str(directory), '--check-weights']) == 1
-    assert capsys.readouterr().err.count('\n') == 1
+    assert capsys.readouterr().err == (
+        f'error: {directory}: the main parameters are stored as dp_reshardable; '
+        f'{conversion_command(str(directory))} puts them together and compares each with its '
+        f'weight\n'
+    )
+
+
+def test_a_checkpoint_without_optimizer_state_has_nothing_to_compare(tmp_path):
+    write_checkpoint(tmp_path / 'iter_0000003', model_tensors(3))
+    with pytest.raises(CheckpointingException, match=': no optimizer state, and so no main param'):
+        check_weights(tmp_path / 'iter_0000003')
 
 
 def test_a_file_that_is_missing(saved, tmp_path):
