@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.errors import CheckpointError
-from .geometry import Box
+from .geometry import Box, apart
 from .options import SAVE_DTYPES
 from .payload import read_bytes
 from .source import Slice, Source, TensorEntry
@@ -42,6 +42,11 @@ class ChunkJob:
     box: Box
     dtype: torch.dtype
     stored: tuple[tuple[StoredChunk, ...], ...]
+
+    @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key, self.box.offsets)
 
     @property
     def nbytes(self) -> int:
@@ -119,12 +124,20 @@ class MadeBytes:
         return self.content
 
 
+Entry = ChunkJob | BytesJob | MadeBytes
+
+
 @dataclass(frozen=True)
 class RankShare:
     """What one rank makes: its output chunks and byte entries."""
 
     chunks: tuple[ChunkJob, ...]
     byte_entries: tuple[BytesJob | MadeBytes, ...]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All of it; what is written of it goes by this order."""
+        return (*self.chunks, *self.byte_entries)
 
     @property
     def source_bytes(self) -> int:
@@ -242,8 +255,9 @@ def make_plan(
     jobs: list[ChunkJob] = []
     for key, entry in first.tensors.items():
         plan.tensors[key] = _output_tensor(entry, dtypes[key])
+        stored = [_stored(source, key, entry) for source in sources]
         jobs.extend(
-            ChunkJob(key, box, dtypes[key], tuple(_stored(source, key, box) for source in sources))
+            ChunkJob(key, box, dtypes[key], tuple(of_source[box] for of_source in stored))
             for box in entry.chunks
         )
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
@@ -266,19 +280,25 @@ def _output_tensor(entry: TensorEntry, dtype: torch.dtype) -> OutputTensor:
     return OutputTensor(entry.shape, dtype, tuple(entry.chunks))
 
 
-def _stored(source: Source, key: str, box: Box) -> tuple[StoredChunk, ...]:
+def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[StoredChunk, ...]]:
+    """For each chunk of the output the chunks of one source that hold its elements."""
     entry = source.tensors[key]
-    exact = entry.chunks.get(box)
-    if exact is not None:
-        return (StoredChunk(source.file(exact.file), exact, box, entry.dtype),)
-    if box.numel == 0:
-        other, piece = next(iter(entry.chunks.items()))
-        return (StoredChunk(source.file(piece.file), piece, other, entry.dtype),)
-    return tuple(
-        StoredChunk(source.file(piece.file), piece, other, entry.dtype)
-        for other, piece in entry.chunks.items()
-        if box.intersection(other)
-    )
+
+    def chunk(box: Box) -> StoredChunk:
+        piece = entry.chunks[box]
+        return StoredChunk(source.file(piece.file), piece, box, entry.dtype)
+
+    found: dict[Box, tuple[StoredChunk, ...]] = {
+        box: (chunk(box),) for box in output.chunks if box in entry.chunks
+    }
+    others = [box for box in output.chunks if box not in found]
+    found |= {box: (chunk(next(iter(entry.chunks))),) for box in others if not box.numel}
+    for group in apart([box for box in (*others, *entry.chunks) if box.numel] if others else []):
+        parts = [box for box in group if box in entry.chunks]
+        for box in group:
+            if box not in entry.chunks:
+                found[box] = tuple(chunk(part) for part in parts if box.intersection(part))
+    return found
 
 
 def balanced[T](jobs: Sequence[T], sizes: Sequence[int], world_size: int) -> list[list[T]]:

@@ -65,6 +65,13 @@ class Checkpoint:
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
     layout: CheckpointLayout | None = None
+    _files: dict[str, Path] = field(default_factory=dict, repr=False)
+
+    def file(self, name: str) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
 
     @property
     def args(self) -> object:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path, natural
 from ..common.directory import DISTRIBUTED, FSDP
-from ..common.quiet import missing_packages
+from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
+    import_quickly('torch.distributed.checkpoint')
     from ..merge.cli import carry_out
     from ..merge.report import write_json
     from .prepare import ConversionRequest

@@ -141,7 +141,7 @@ class ConversionPlan(MergePlan):
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
     """A chunk of a stored tensor as a plan refers to it."""
     piece = entry.chunks[box]
-    return StoredChunk(checkpoint.directory / piece.file, piece, box, entry.dtype)
+    return StoredChunk(checkpoint.file(piece.file), piece, box, entry.dtype)
 
 
 def output_chunks(
@@ -185,7 +185,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         }
         for key, entry in checkpoint.copied.items():
-            plan.copy(key, entry, checkpoint.directory.joinpath)
+            plan.copy(key, entry, checkpoint.file)
     jobs = [*optimizer.chunks, *plan.byte_entries]
     sizes = [job.source_bytes for job in optimizer.chunks]
     sizes += [job.length for job in plan.byte_entries]

@@ -39,7 +39,7 @@ def run_conversion(request: ConversionRequest) -> ConversionResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        result = ranks.scatter([prepared.result] * ranks.size if prepared else None)
+        result = ranks.broadcast(prepared.result if prepared else None)
         if result.already:
             return result
         orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
@@ -109,7 +109,7 @@ def _fill(
         different.update(assembler.different_copies)
     proven = sum(assembler.proven for assembler in assemblers)
     of_ranks = ranks.gather((figures, proven, different))
-    if prepared is None:
+    if prepared is None or of_ranks is None:
         return None
     result = prepared.result
     summarise(result, [figures for figures, _, _ in of_ranks])

@@ -3,13 +3,12 @@
 Chunks are read through ``torch.load``, whole; nothing of the block-wise reading is used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
 from ..common.tensors import same_bits
 from ..merge.geometry import Box
@@ -20,27 +19,26 @@ from .plan import OutputChunk, Piece
 
 
 def verify_share(
-    directory: Path, share: RankShare, on_bytes: Callable[[int], object] = lambda count: None
+    directory: Path,
+    share: RankShare,
+    places: Iterable[_StorageInfo],
+    on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Check what one rank wrote.
 
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
+        places: where each of them is stored
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    storage = load_dcp_metadata(directory).storage_data
-
-    def written(index: MetadataIndex) -> tuple[Path, Slice]:
-        info = storage[index]
-        return directory / info.relative_path, Slice.of(info)
-
+    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
     for job in share.chunks:
         assert isinstance(job, OutputChunk)
-        path, piece = written(MetadataIndex(job.key, job.box.offsets))
+        path, piece = next(written)
         found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
         if not same_bits(found, _expected(job)):
             raise CheckpointError(
@@ -52,8 +50,7 @@ def verify_share(
             if not same_bits(found.to(weight.dtype), weight):
                 raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: not its weight')
         on_bytes(job.source_bytes)
-    for entry in share.byte_entries:
-        path, piece = written(entry.index)
+    for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
         if read_bytes(path, piece) != entry.read():
             raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
 
