@@ -62,12 +62,20 @@ def install() -> None:
 
 
 def activate_overlay() -> None:
-    """Let the repository's overlay in, unless ``MEGATRON_OVERLAY=0`` asks for stock megatron."""
+    """Let the repository's overlay in, unless ``MEGATRON_OVERLAY=0`` asks for stock megatron.
+
+    Over a checkout that ``MEGATRON_LM`` names it goes in whatever the version: so is a release to
+    come tried.
+    """
     import importlib.util
 
     if os.environ.get('MEGATRON_OVERLAY') == '0':
         return
     if importlib.util.find_spec('megatron_overlay') is not None:
         import megatron_overlay
+        from megatron_overlay._finder import core_version
 
+        if os.environ.get('MEGATRON_LM'):
+            series = '.'.join(core_version()[0].split('.')[:2])
+            megatron_overlay.finder.supported_versions += (series,)
         megatron_overlay.activate()

@@ -7,7 +7,9 @@ import queue
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+from tests.cpu_megatron import on_gpu
 
 
 def _norm_without_te(module: ModuleType) -> None:
@@ -48,12 +50,19 @@ def _help_texts_once(module: ModuleType) -> None:
     module.ArgumentGroupFactory._get_field_docstrings = find_once
 
 
+def _no_driver(module: ModuleType) -> None:
+    # Triton before 3.4 (torch before 2.8) looks for a GPU where a kernel is defined
+    if not on_gpu():
+        module.driver.set_active(SimpleNamespace(get_benchmarker=lambda: None))
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     'megatron.core.models.hybrid.hybrid_block': _norm_without_te,
     'megatron.core.dist_checkpointing.strategies.filesystem_async': _plain_results_queue,
     'megatron.core.datasets.utils': _helpers_are_compiled,
     'megatron.core.tensor_parallel.random': _quiet_rng_tracker,
     'megatron.training.argument_utils': _help_texts_once,
+    'triton.runtime.driver': _no_driver,
 }
 
 

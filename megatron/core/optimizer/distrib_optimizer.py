@@ -167,7 +167,9 @@ class DistributedOptimizer(upstream.DistributedOptimizer):  # type: ignore[name-
 
     @contextmanager
     def _world_tensors_as_buffers_are(self):
-        self._keep_bucket_padding = True
+        # Upstream's own cut is right from 0.20 on; one that doesn't look at buckets can't be.
+        cut = upstream.DistributedOptimizer.sharded_param_state_fully_reshardable
+        self._keep_bucket_padding = 'buckets' not in cut.__code__.co_names
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_overlay._guard import left_out, takes
 from megatron_overlay._needs import NEEDS
 from tests.unit_tests.overlay.conftest import core_directory
 from tests.unit_tests.overlay.needs import TABLE, Module, source, table
+from tests.upstream import guard
 
 ARGUMENTS = 'megatron.training.arguments'
 CHECKPOINTING = 'megatron.training.checkpointing'
@@ -257,6 +259,25 @@ if __name__ == '__main__':
     }
 
 
+def test_the_table_of_branches(tmp_path, capsys):
+    for file, text in {
+        'core/__init__.py': '',
+        'core/package_info.py': "MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = 'rc0'\n",
+        'training/__init__.py': '',
+        'training/arguments.py': 'def another(parser): pass',
+    }.items():
+        path = tmp_path / 'megatron' / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    name = ['-c', 'user.name=name', '-c', 'user.email=', '-C', tmp_path]
+    for words in ['init', '-q'], ['add', '.'], ['commit', '-q', '-m', 'all', '--date=2026-01-02']:
+        subprocess.run(['git', *name, *words], check=True)
+    guard.main([str(tmp_path), 'HEAD'])
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith('| HEAD | ') and ' | 0.20.1rc0 | ' in row
+    assert f'{ARGUMENTS} has no add_megatron_arguments' in row
+
+
 IMPORT_ALL = f"""
 import importlib, json, sys
 found = {{}}
@@ -300,7 +321,13 @@ def doctored(tmp_path):
 @pytest.mark.parametrize(
     ('old', 'new', 'pre_release', 'stay_out', 'reason'),
     [
-        ('hybrid_model', 'hybrid_net', '', [CHECKPOINTING], f'there is no module {HYBRID}'),
+        (
+            'hybrid_model',
+            'hybrid_net',
+            '.dev1+1a2b3c4',
+            [CHECKPOINTING],
+            f'there is no module {HYBRID}',
+        ),
         (
             'def dummy_step(self)',
             'def dummy_step(self, steps=1)',

@@ -42,6 +42,7 @@ def args(tmp_path, monkeypatch):
     monkeypatch.setattr('sys.argv', ['run', *with_defaults('gpt', [*ARGUMENTS, *paths])])
     args = parse_args()
     validate_args(args)
+    args.save_tokenizer_assets = False  # there is no tokenizer
     monkeypatch.setattr('megatron.training.checkpointing.get_args', lambda: args)
     return args
 

@@ -181,7 +181,7 @@ def write_share[M: ChunkMaker](
     makers = planner.mergers
     load = sum(maker.read_seconds for maker in makers) / max(len(makers), 1)
     accumulate = sum(maker.math_seconds for maker in makers) / max(len(makers), 1)
-    copied = sum(job.piece.length for job in share.byte_entries)
+    copied = sum(job.length for job in share.byte_entries)
     return makers, Figures(
         load,
         accumulate,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .plan import BytesJob, ChunkJob, MergePlan
+from .plan import ChunkJob, Entry, MergePlan
 
 _AT_ONCE = 1000
 
@@ -109,7 +109,7 @@ def output_metadata(
     if plan.reshaped:
         metadata.mcore_data = plan.reshaped
 
-    def index(job: ChunkJob | BytesJob) -> MetadataIndex:
+    def index(job: Entry) -> MetadataIndex:
         offsets = job.box.offsets if isinstance(job, ChunkJob) else job.offsets
         return _Index(job.key, None if offsets is None else size(offsets))
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ..common.errors import CheckpointError
 from .geometry import Box, apart
 from .options import SAVE_DTYPES
+from .payload import read_bytes
 from .source import Slice, Source, TensorEntry
 
 
@@ -76,16 +77,65 @@ class BytesJob:
         """What the metadata calls it."""
         return MetadataIndex(self.key, None if self.offsets is None else torch.Size(self.offsets))
 
+    @property
+    def places(self) -> tuple[tuple[Path, Slice], ...]:
+        """Where its bytes are read."""
+        return ((self.path, self.piece),)
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return self.piece.length
+
+    def read(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            CheckpointError: they can't be read
+        """
+        return read_bytes(self.path, self.piece)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBytes:
+    """Bytes of an entry that no source has."""
+
+    key: str
+    content: bytes
+    offsets: None = None
+
+    @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key)
+
+    @property
+    def places(self) -> tuple[()]:
+        """Where its bytes are read: nowhere."""
+        return ()
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return len(self.content)
+
+    def read(self) -> bytes:
+        """The bytes."""
+        return self.content
+
+
+Entry = ChunkJob | BytesJob | MadeBytes
+
 
 @dataclass(frozen=True)
 class RankShare:
     """What one rank makes: its output chunks and byte entries."""
 
     chunks: tuple[ChunkJob, ...]
-    byte_entries: tuple[BytesJob, ...]
+    byte_entries: tuple[BytesJob | MadeBytes, ...]
 
     @property
-    def entries(self) -> tuple[ChunkJob | BytesJob, ...]:
+    def entries(self) -> tuple[Entry, ...]:
         """All of it; what is written of it goes by this order."""
         return (*self.chunks, *self.byte_entries)
 
@@ -93,7 +143,7 @@ class RankShare:
     def source_bytes(self) -> int:
         """Bytes this rank reads."""
         return sum(job.source_bytes for job in self.chunks) + sum(
-            job.piece.length for job in self.byte_entries
+            job.length for job in self.byte_entries
         )
 
 
@@ -112,7 +162,7 @@ class MergePlan:
 
     Attributes:
         tensors: output tensors by FQN
-        byte_entries: what is copied as it is stored
+        byte_entries: what is copied as it is stored, and what a conversion makes
         copied_tensors: those of its keys that are tensors
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
@@ -121,7 +171,7 @@ class MergePlan:
     """
 
     tensors: dict[str, OutputTensor] = field(default_factory=dict)
-    byte_entries: list[BytesJob] = field(default_factory=list)
+    byte_entries: list[BytesJob | MadeBytes] = field(default_factory=list)
     copied_tensors: dict[str, OutputTensor] = field(default_factory=dict)
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)

@@ -300,7 +300,7 @@ def _result(
     world_size: int,
 ) -> MergeResult:
     """What is known of the result before anything is written."""
-    content_bytes = plan.output_bytes + sum(job.piece.length for job in plan.byte_entries)
+    content_bytes = plan.output_bytes + sum(job.length for job in plan.byte_entries)
     return MergeResult(
         output_dir=target,
         inputs=[str(directory) for directory in inputs.directories],

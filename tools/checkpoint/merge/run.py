@@ -67,7 +67,7 @@ def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
 def _pieces(share: RankShare) -> Iterator[tuple[Path, Slice]]:
     for job in share.chunks:
         yield from ((part.path, part.piece) for stored in job.stored for part in stored)
-    yield from ((job.path, job.piece) for job in share.byte_entries)
+    yield from (place for job in share.byte_entries for place in job.places)
 
 
 def _write(

@@ -170,7 +170,7 @@ def _planned_lengths(plan: MergePlan) -> Iterator[tuple[MetadataIndex, int, floa
         for box in tensor.boxes:
             yield MetadataIndex(key, box.offsets), box.numel * tensor.dtype.itemsize, math.inf
     for job in plan.byte_entries:
-        yield job.index, job.piece.length, job.piece.length
+        yield job.index, job.length, job.length
 
 
 def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:

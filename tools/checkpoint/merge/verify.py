@@ -53,8 +53,8 @@ def verify_share(
                 )
             on_bytes(job.source_bytes)
     for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
-        if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
-            raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
+        if read_bytes(path, piece) != entry.read():
+            raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
 
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:

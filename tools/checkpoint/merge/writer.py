@@ -37,9 +37,8 @@ from torch.futures import Future
 from ..common.errors import CheckpointError
 from .accumulate import Stopped
 from .archive import Template, save_template, saved
-from .payload import read_bytes
 from .places import Places, output_metadata
-from .plan import BytesJob, ChunkJob, MergePlan, RankShare
+from .plan import ChunkJob, Entry, MergePlan, RankShare
 
 _SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
 _BATCH = 1 << 20  # bytes of small chunks' archives that are written at once
@@ -148,8 +147,8 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         job = self._entries[int(write_item.index.fqn)]
         if isinstance(job, ChunkJob):
             return self._merged(job).view(job.box.sizes)
-        self._on_bytes(job.piece.length)
-        return _Bytes(read_bytes(job.path, job.piece))
+        self._on_bytes(job.length)
+        return _Bytes(job.read())
 
     def _batch(self, index: MetadataIndex) -> io.BytesIO:
         """Archives of small chunks, one after the other."""
@@ -350,14 +349,14 @@ def _batches(share: RankShare) -> dict[MetadataIndex, Sequence[int]]:
     return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(batches)}
 
 
-def _is_small(job: ChunkJob | BytesJob) -> bool:
+def _is_small(job: Entry) -> bool:
     return isinstance(job, ChunkJob) and 0 < job.nbytes <= _SMALL
 
 
-def _item(number: int, job: ChunkJob | BytesJob) -> WriteItem:
+def _item(number: int, job: Entry) -> WriteItem:
     """The item of an entry; of a chunk with its size, by which the writer balances threads."""
     index = MetadataIndex(str(number))
-    if isinstance(job, BytesJob):
+    if not isinstance(job, ChunkJob):
         return WriteItem(index, WriteItemType.BYTE_IO)
     sizes = torch.Size(job.box.sizes)
     chunk = ChunkStorageMetadata(torch.Size(job.box.offsets), sizes)

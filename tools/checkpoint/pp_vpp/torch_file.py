@@ -9,6 +9,7 @@ its checksum.
 import errno
 import os
 import struct
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -132,13 +133,30 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
 
 @contextmanager
 def _no_computed_checksums() -> Iterator[None]:
-    """Keep ``torch.save`` from reading every byte for a checksum; the option is the thread's."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+    """Keep ``torch.save`` from reading every byte for a checksum.
+
+    The option is the thread's, on older torch the process's: then it must not stay off because one
+    thread saw it while another had turned it off.
+    """
+    with _Checksums.lock:
+        if not _Checksums.writers:
+            _Checksums.before = torch.serialization.get_crc32_options()
+        _Checksums.writers += 1
+        torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(before)
+        with _Checksums.lock:
+            _Checksums.writers -= 1
+            torch.serialization.set_crc32_options(_Checksums.before)
+
+
+class _Checksums:
+    """What files that are being written share."""
+
+    lock = threading.Lock()
+    writers = 0
+    before = True
 
 
 class _Sink:

@@ -67,6 +67,7 @@ def test_dtypes_and_bytes_are_those_of_the_tensors(real, name):
     assert str(summary).count('\n') == 16
 
 
+@pytest.mark.loads
 def test_gpt_with_optimizer(real):
     summary = inspect_checkpoint(real / 'gpt')
     assert summary.directory == real / 'gpt/iter_0000002'
@@ -90,6 +91,15 @@ def test_gpt_with_optimizer(real):
     assert use(summary, uses.RESUME)[0]
 
 
+@pytest.mark.loads
+def test_versions_of_vendors_and_local_builds(real, monkeypatch):
+    told = str(inspect_checkpoint(real / 'gpt'))
+    for version in '2.8.0a0+34c6371d24.nv25.08', '2.9.1+cu128', '2.10.0.dev20250901':
+        monkeypatch.setattr(torch, '__version__', version)
+        assert str(inspect_checkpoint(real / 'gpt')) == told
+
+
+@pytest.mark.loads
 def test_optimizer_formats(real):
     summary = inspect_checkpoint(real / 'buckets')
     assert summary.optimizer.format == 'dp_reshardable'
@@ -103,6 +113,7 @@ def test_optimizer_formats(real):
     assert 'too, without --use-distributed-optimizer;' in use(summary, uses.INTEROP)[1]
 
 
+@pytest.mark.loads
 def test_experts_and_a_model_alone(real):
     summary = inspect_checkpoint(real / 'moe')
     assert (summary.model.stored_by, summary.model.dense, summary.model.moe) == ('axis', 0, 2)
@@ -122,6 +133,7 @@ def test_experts_and_a_model_alone(real):
     assert "2 '*', 1 '-' and 1 'E', the MLPs in the order -E" in use(mixed, uses.INTEROP)[1]
 
 
+@pytest.mark.loads
 def test_hybrid(real):
     summary = inspect_checkpoint(real / 'hybrid')
     assert (summary.model.family, summary.model.pattern) == ('hybrid', 'M*-M*E')
@@ -150,6 +162,7 @@ def test_manifest(real, tmp_path):
         inspect_checkpoint(out)
 
 
+@pytest.mark.loads
 def test_fsdp_dtensor_is_named(tmp_path, capsys):
     layers = {
         f'decoder.layers.{i}.{name}': torch.ones(4)
@@ -177,6 +190,7 @@ def test_fsdp_dtensor_is_named(tmp_path, capsys):
     assert last == 'Will load, with its optimizer state.' if works else '0.19 on' in last
 
 
+@pytest.mark.loads
 @pytest.mark.parametrize(
     'name, args, kind',
     [

@@ -220,6 +220,7 @@ def test_wrong_usage(capsys):
     capsys.readouterr()
 
 
+@pytest.mark.loads
 def test_as_a_script(copy, tmp_path):
     """In a process that hasn't loaded megatron, from anywhere; --help without loading torch."""
     script = REPOSITORY / 'tools/checkpoint/inspect_checkpoint.py'
