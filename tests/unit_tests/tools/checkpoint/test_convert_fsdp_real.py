@@ -20,7 +20,6 @@ from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
 from tools.checkpoint.common.paths import tracker_target
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer
 
-EXPERTS = ['--num-experts', '4']
 CASES = {
     'gated, bf16, untied, DP 2': (
         2,
@@ -28,14 +27,6 @@ CASES = {
         'fused_adam',
     ),
     'plain, fp32, tied': (1, [], 'torch_adam'),
-    'experts, EP 2': (
-        2,
-        [
-            *('--bf16', '--swiglu', *EXPERTS, '--expert-model-parallel-size', '2'),
-            *('--moe-layer-freq', '[0,1]'),
-        ],
-        'fused_adam',
-    ),
 }
 
 
