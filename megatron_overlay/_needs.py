@@ -464,6 +464,7 @@ NEEDS: dict[str, dict] = {
             '_maybe_setup_gpt_to_hybrid_load': ['args', 'ckpt_args', 'model'],
             '_on_first_rank': ['read'],
             '_point_at_checkpoint': ['load', 'layer_maps', 'sharded_state_dict'],
+            '_refuse_other_format': ['args', 'checkpoint_name', 'ckpt_type'],
             '_refuse_other_legacy': ['state_dict', 'checkpoint_name', 'run'],
             '_refuse_what_is_not_stored': ['load', 'sharded_state_dict', 'args'],
             '_tell_that_this_is_active': [],

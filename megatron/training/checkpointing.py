@@ -18,6 +18,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.checkpoint_keys import (
     OPTIMIZER,
     is_model_part,
+    is_of_fsdp,
     is_optimizer_state,
 )
 from megatron.core.dist_checkpointing.checkpoint_layout import (
@@ -44,6 +45,7 @@ from megatron.core.dist_checkpointing.load_plan import (
     OTHER,
     TORCH_DIST,
     StoredCheckpoint,
+    other_format_refusal,
     plan_load,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -170,6 +172,7 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
         _refuse_other_legacy(state_dict, checkpoint_name, _kind(model))
         return
     formats = {CheckpointType.GLOBAL: TORCH_DIST, CheckpointType.FSDP_DTENSOR: FSDP_DTENSOR}
+    _refuse_other_format(args, checkpoint_name, ckpt_type)
     if ckpt_type not in formats:
         return
     common = {'args': arguments_in(state_dict)}
@@ -183,6 +186,16 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release, checkpoint_name)
     if not _UPSTREAM_RETARGETS:
         _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
+
+
+def _refuse_other_format(args, checkpoint_name: str, ckpt_type) -> None:
+    """Upstream would read nothing of them, and train on from random weights or end with a key."""
+    if ckpt_type is CheckpointType.GLOBAL and getattr(args, 'use_megatron_fsdp', False):
+        raise RuntimeError(other_format_refusal(TORCH_DIST, FSDP_DTENSOR, checkpoint_name))
+    if ckpt_type is CheckpointType.TORCH_DCP and args.ckpt_format == TORCH_DIST:
+        layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
+        if is_of_fsdp(layout.keys):
+            raise RuntimeError(other_format_refusal(FSDP_DTENSOR, TORCH_DIST, checkpoint_name))
 
 
 def _refuse_what_is_not_stored(load: Load, sharded_state_dict: dict | None, args) -> None:

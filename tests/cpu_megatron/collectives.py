@@ -3,6 +3,9 @@
 import functools
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.cpu_megatron.facade import on_cpu
 
 
 def _over_gloo(create):
@@ -41,7 +44,7 @@ def _one_group_for_the_same_ranks(new_group, destroy_process_group):
 
 
 def install() -> None:
-    """Groups are made with gloo; collectives get the arguments that gloo takes."""
+    """Groups and meshes are made with gloo; collectives get the arguments that gloo takes."""
     barrier, all_to_all_single = dist.barrier, dist.all_to_all_single
 
     @functools.wraps(barrier)
@@ -71,3 +74,15 @@ def install() -> None:
     for name, value in replaced.items():
         setattr(dist, name, value)
         setattr(dist.distributed_c10d, name, value)
+    make_mesh, mesh_of_groups = DeviceMesh.__init__, DeviceMesh.from_group
+
+    @functools.wraps(make_mesh)
+    def mesh_on_cpu(self, device_type, *args, **kwargs):
+        make_mesh(self, on_cpu(device_type), *args, **kwargs)
+
+    @functools.wraps(mesh_of_groups)
+    def mesh_of_groups_on_cpu(group, device_type, *args, **kwargs):
+        return mesh_of_groups(group, on_cpu(device_type), *args, **kwargs)
+
+    DeviceMesh.__init__ = mesh_on_cpu
+    DeviceMesh.from_group = staticmethod(mesh_of_groups_on_cpu)

@@ -65,6 +65,8 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group['step'] = group.get('step', 0) + 1
             for param in group['params']:
+                if not self.state[param]:
+                    self.initialize_state(param, False)
                 if getattr(param, self.gradient, None) is not None:
                     self._update(param, group)
 
@@ -103,8 +105,6 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _update(self, model_param: Tensor, group: dict) -> None:
         state = self.state[model_param]
-        if not state:
-            self.initialize_state(model_param, False)
         param = state['master_param'] if self.master_weights else model_param
         beta1, beta2 = group['betas']
         step = int(group['step'])

@@ -33,8 +33,9 @@ def convert_optimizer(
     verify: bool = False,
     trust_checkpoints: bool = False,
     threads: int | None = None,
+    to: str = 'torch_dist',
 ) -> 'ConversionResult':
-    """Convert the optimizer state of a ``torch_dist`` checkpoint into ``fully_reshardable``.
+    """Convert a checkpoint's optimizer state into ``fully_reshardable``, or ``fsdp_dtensor``.
 
     Collective over the existing process group, or the one that RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT describe (gloo; left as it was found), or just this process.
@@ -66,6 +67,7 @@ def convert_optimizer(
             verify=verify,
             trust_checkpoints=trust_checkpoints,
             threads=threads,
+            to=to,
         )
     )
 

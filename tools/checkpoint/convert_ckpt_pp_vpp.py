@@ -22,7 +22,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, local_path, natural, positive
-from .common.quiet import missing_packages
+from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
 if TYPE_CHECKING:
@@ -328,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(asked: 'Conversion', args: argparse.Namespace) -> int:
+    import_quickly('torch')
     from .common.errors import CheckpointError
     from .common.progress import format_bytes, format_seconds
     from .common.publish import Interrupted

@@ -12,7 +12,7 @@ if __package__ in (None, ''):  # run as a script
 
 from .common.arguments import add_version, not_a_url
 from .common.overlay import LOAD_MODULES, why_not_active
-from .common.quiet import missing_packages
+from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain
 
 # Options have a small letter; layer symbols don't.
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages() or why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
     if reason:
         return complain(reason)
+    import_quickly('torch.distributed.checkpoint')
     from .inspection.gpt_into_hybrid import report
 
     return report(**vars(options))

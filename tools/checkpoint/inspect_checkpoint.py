@@ -20,7 +20,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, not_a_url
-from .common.quiet import missing_packages
+from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages()
     if reason is not None:
         return complain(reason)
+    import_quickly('torch.distributed.checkpoint')
     from .common.errors import CheckpointingException, one_line
     from .common.safe_load import NOTHING_RUNS, TRUST_HINT
     from .inspection.report import comparison_text

@@ -14,7 +14,7 @@ if __package__ in (None, ''):  # run as a script
 
 from .common.arguments import add_version, local_path
 from .common.overlay import LOAD_MODULES, why_not_active
-from .common.quiet import missing_packages
+from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
 
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = missing_packages() or why_not_active(*LOAD_MODULES)
     if reason:
         return complain(reason)
+    import_quickly('torch.distributed.checkpoint')
     from .common.errors import CheckpointingException
     from .inspection.resume import describe, read_resume_report
     from .inspection.weights import check_weights

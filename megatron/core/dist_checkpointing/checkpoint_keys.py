@@ -18,6 +18,7 @@ A key is a path. Of optimizer state by parameter, and of a weight in ``fsdp_dten
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 DECODER, ENCODER, MTP = 'decoder.layers', 'encoder.layers', 'mtp.layers'
@@ -201,6 +202,12 @@ def parse_position(key: str) -> PositionKey | None:
 def is_in_buckets(key: str) -> bool:
     """Whether an entry follows the distributed optimizer's buckets."""
     return '.gbuf_idx_' in key
+
+
+def is_of_fsdp(keys: Iterable[str]) -> bool:
+    """Whether keys of a checkpoint that isn't ``torch_dist`` are those of ``fsdp_dtensor``."""
+    prefixes = {parse_key(key).prefix for key in keys if key.startswith('model')}
+    return any('.module.' in prefix for prefix in prefixes)
 
 
 def is_model_part(name: object) -> bool:

@@ -108,11 +108,15 @@ class GPTCompatLayerMaps:
 
     def may_be_unread(self, key: str) -> bool:
         """Whether nothing needs to read the GPT checkpoint's weight ``key``."""
-        if self.indexed:
-            layers = [f'{DECODER}.{gpt}.' for gpt in self.replaced]
+        prefix, _, part = key.partition(f'{DECODER}.')
+        if prefix or not self.replaced:
+            return False
+        if not self.indexed:
+            replaced = len(self.replaced) == self.num_gpt_layers
         else:
-            layers = [f'{DECODER}.'] * (len(self.replaced) == self.num_gpt_layers)
-        return key.startswith(tuple(layer + part for layer in layers for part in ATTENTION_PARTS))
+            layer, _, part = part.partition('.')
+            replaced = layer.isdecimal() and int(layer) in self.replaced
+        return replaced and part.startswith(ATTENTION_PARTS)
 
 
 class _PatternRefusedError(Exception):

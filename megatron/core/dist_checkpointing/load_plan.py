@@ -261,7 +261,7 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
     if stored.format == FSDP_DTENSOR and not _FSDP_TRANSLATES:
         raise _RefusedError(
             'A GPT checkpoint in fsdp_dtensor format goes into a hybrid run from megatron-core '
-            '0.19 on; save it as torch_dist, or upgrade.'
+            f'0.19 on; upgrade, or convert it: {conversion_command(stored.directory)}'
         )
     if stored.format not in (TORCH_DIST, FSDP_DTENSOR):
         raise _RefusedError(
@@ -448,18 +448,35 @@ def _convert(stored: StoredCheckpoint, kind: str, why: str) -> str:
     )
 
 
-def conversion_command(directory: str) -> str:
+def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
     """What makes optimizer state of `CONVERTED_FORMATS` load into any layout.
 
     Args:
         directory: of the checkpoint's iteration; where empty, the command has no paths.
+        to: the format that is wanted.
     """
     path = PurePath(directory)
     root = path.parent if path.name.startswith('iter_') else path
-    source, target = (directory, f'{root}-fully-reshardable') if directory else ('DIR', 'OUT')
+    kind = 'fully-reshardable' if to == TORCH_DIST else 'fsdp-dtensor'
+    source, target = (directory, f'{root}-{kind}') if directory else ('DIR', 'OUT')
     return (
         f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
-        f'--save-dir {shlex.quote(target)}'
+        f'--save-dir {shlex.quote(target)}' + ('' if to == TORCH_DIST else f' --to {to}')
+    )
+
+
+def other_format_refusal(stored: str, wanted: str, directory: str) -> str:
+    """Why a run that loads one of ``torch_dist`` and ``fsdp_dtensor`` can't take the other.
+
+    Args:
+        stored: format of the checkpoint.
+        wanted: the one that the run loads.
+        directory: of the checkpoint's iteration.
+    """
+    loaders = 'runs with' if stored == FSDP_DTENSOR else 'runs without'
+    return (
+        f'{directory}: a {stored} checkpoint, which {loaders} --use-megatron-fsdp load. Convert it '
+        f'and load the result: {conversion_command(directory, wanted)}'
     )
 
 

@@ -51,8 +51,9 @@ class ReadRecord:
         unread = [shard for shard, size in self.requested.items() if self._elements[shard] < size]
         if _on_any_rank(bool(unread)):
             # --ckpt-fully-parallel-load lets each rank read a part and pass it on.
-            elsewhere = _gather(self.requested.keys() - set(unread))
-            unread = [shard for shard in unread if _digest(shard) not in elsewhere]
+            elsewhere = _gather(_digests(self.requested.keys() - set(unread)))
+            found = torch.isin(_digests(unread), elsewhere).tolist()
+            unread = [shard for shard, there in zip(unread, found, strict=True) if not there]
         failed = _on_any_rank(bool(unread))
         if unread:
             key, offset = first = min(unread)
@@ -120,14 +121,17 @@ def _on_any_rank(flag: bool) -> bool:
     return bool(on_any.item())
 
 
-def _gather(shards: Iterable[Shard]) -> set[bytes]:
-    """Digests of all ranks' shards; 8 bytes each, since there can be millions."""
+def _gather(digests: torch.Tensor) -> torch.Tensor:
+    """Those of all ranks."""
     if not torch.distributed.is_initialized():
-        return set()
-    gathered = [b''] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, b''.join(map(_digest, shards)))
-    return {part[i : i + 8] for part in gathered for i in range(0, len(part), 8)}
+        return digests[:0]
+    gathered = [digests] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, digests)
+    return torch.cat(gathered)
 
 
-def _digest(shard: Shard) -> bytes:
-    return hashlib.blake2b(repr(shard).encode(), digest_size=8).digest()
+def _digests(shards: Iterable[Shard]) -> torch.Tensor:
+    """8 bytes for each: of all ranks there can be millions."""
+    digests = (hashlib.blake2b(repr(shard).encode(), digest_size=8).digest() for shard in shards)
+    numbers = [int.from_bytes(digest, signed=True) for digest in digests]
+    return torch.tensor(numbers, dtype=torch.int64, device='cpu')

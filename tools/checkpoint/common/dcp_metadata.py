@@ -206,7 +206,7 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(getattr(entry, 'size', None), torch.Size)
         and isinstance(chunks, list)
         and all(
-            isinstance(getattr(chunk, name, None), torch.Size)
+            _is_shape(getattr(chunk, name, None))
             for chunk in chunks
             for name in ('offsets', 'sizes')
         )
@@ -222,6 +222,13 @@ def _is_place(index: Any, place: Any) -> bool:
         and isinstance(getattr(place, 'relative_path', None), str)
         and all(_is_size(getattr(place, name, None)) for name in ('offset', 'length'))
     )
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether these are offsets or sizes; Megatron-FSDP writes them as plain tuples."""
+    if type(value) is tuple:
+        return all(map(_is_size, value))
+    return isinstance(value, torch.Size)
 
 
 def _is_size(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     COMMON,
+    is_of_fsdp,
     kind_of,
     parse_key,
 )
@@ -141,9 +142,9 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         )
     metadata = _read_metadata(directory)
     keys = metadata.state_dict_metadata
-    wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
-    if any('.module.' in prefix for prefix in wrappers):
+    if is_of_fsdp(keys):
         return FSDP, metadata
+    wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
     embedded = any(kind_of(key) == COMMON for key in keys)
     if embedded or COMMON_FILE in names or not any(wrappers):
         raise CheckpointError(

@@ -5,12 +5,14 @@ from pathlib import Path
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE
 from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import REPLACE_ATTENTION
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+    FSDP_DTENSOR,
     GPT,
     HYBRID,
     NORMS_IN_ATTENTION,
     LoadPlan,
     StoredCheckpoint,
     any_run,
+    conversion_command,
     has_norms_in_attention,
     needs_undistributed_optimizer,
     plan_load,
@@ -141,7 +143,13 @@ def resume(stored: StoredCheckpoint, report: ResumeReport | None) -> Use:
         return Use(RESUME, False, f'{unstored[OPTIMIZER]}; load with {options}')
     if report is None:
         kind = stored_optimizer_format(stored)
-        return Use(RESUME, True, f'{kind} is left to megatron-core')
+        reason = f'{kind} is left to megatron-core'
+        if kind == FSDP_DTENSOR:
+            reason += (
+                ', in runs with --use-megatron-fsdp; for others convert it: '
+                f'{conversion_command(stored.directory)}'
+            )
+        return Use(RESUME, True, reason)
     if unknown := _unknown(RESUME, _OPTIMIZER):
         return unknown
     return Use(RESUME, report.loads, '; '.join(with_overlay(report)))

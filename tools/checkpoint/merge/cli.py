@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path, natural, not_a_url, positive
-from ..common.quiet import missing_packages
+from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 from .options import BYTE_ACCOUNTING, SAVE_DTYPES
 from .schedules import STYLES
@@ -224,6 +224,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
+    import_quickly('torch.distributed.checkpoint')
     from .prepare import Request
     from .report import report_text, write_json
     from .run import run_merge

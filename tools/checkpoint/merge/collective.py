@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..common import publish
 from ..common.errors import CheckpointError
@@ -19,6 +20,7 @@ from ..common.progress import peak_memory, progress_bar
 from ..common.publish import Interrupted, Publication
 from ..common.stored import check_files
 from .common_state import save_common_state
+from .places import Places, stored_places
 from .plan import MergePlan, RankShare
 from .ranks import RankLost, Ranks
 from .report import Timings
@@ -100,7 +102,7 @@ def publish_together[R: _Result](
         publication = ranks.agree(
             lambda: stack.enter_context(Publication([target], trackers)), root_only=True
         )
-        staging = ranks.scatter([publication.path(target)] * ranks.size if publication else None)
+        staging = ranks.broadcast(publication.path(target) if publication else None)
         ranks.agree(lambda: _check_staging(staging))
         result = fill(staging)
         started = perf_counter()
@@ -114,7 +116,7 @@ def publish_together[R: _Result](
 
         try:
             result = ranks.agree(commit, root_only=True)
-            return ranks.scatter([result] * ranks.size if result else None)
+            return ranks.broadcast(result)
         except RankLost as error:
             if publication is not None and publication.committed and result is not None:
                 return result
@@ -132,7 +134,7 @@ def write_share[M: ChunkMaker](
     threads: int | None,
     new_maker: Callable[[threading.Event], M],
     common_state: Callable[[], Mapping[str, Any] | None],
-    verify: Callable[[Callable[[int], object]], object] | None,
+    verify: Callable[[Iterable[_StorageInfo], Callable[[int], object]], object] | None,
     what: str,
     memory: int,
 ) -> tuple[Sequence[M], Figures]:
@@ -144,7 +146,8 @@ def write_share[M: ChunkMaker](
         threads: that write; None for torch's number of threads, at most ``MAX_THREADS``
         new_maker: makes what fills chunks in one thread, until the event is set
         common_state: gives that of the output, on rank 0; None where there is none to save
-        verify: looks at what was written, and tells the bytes of each chunk
+        verify: looks at what was written, where the metadata says, and tells the bytes of each
+            chunk
         what: is being done, for the progress bar
         memory: that the process held at the beginning
 
@@ -155,28 +158,30 @@ def write_share[M: ChunkMaker](
     stop = threading.Event()
     writer = MergeWriter(staging, target, threads or _default_threads(), stop)
 
-    def complete() -> None:
+    def complete() -> list[Places] | None:
         assert plan is not None
         state = common_state()
         if state is not None:
             save_common_state(state, staging)
             (staging / CONFIG_NAME).write_text(json.dumps(plan.config))
-        validate_output(staging, plan)
+        storage = validate_output(staging, plan)
+        return stored_places(plan, storage) if verify else None
 
     total = share.source_bytes * (2 if verify else 1)
     with progress_bar(total, what, unit='B', rank=ranks.rank) as bar:
         planner = MergePlanner(share, plan, lambda: new_maker(stop), stop, bar.update)
         ranks.agree(lambda: save_on_ranks(planner, writer, ranks))
         publish.step('written')
-        ranks.agree(complete, root_only=True)
+        places = ranks.agree(complete, root_only=True)
         publish.step('completed')
         written = perf_counter()
         if verify is not None:
-            ranks.agree(lambda: verify(bar.update))
+            own = ranks.scatter(places)
+            ranks.agree(lambda: verify(own, bar.update))
     makers = planner.mergers
     load = sum(maker.read_seconds for maker in makers) / max(len(makers), 1)
     accumulate = sum(maker.math_seconds for maker in makers) / max(len(makers), 1)
-    copied = sum(job.piece.length for job in share.byte_entries)
+    copied = sum(job.length for job in share.byte_entries)
     return makers, Figures(
         load,
         accumulate,

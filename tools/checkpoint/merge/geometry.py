@@ -5,10 +5,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy
-
-_LARGEST_GRID = 1 << 26  # cells of a byte
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -50,39 +46,47 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if covered < total:
         return f'chunks cover {covered} of {total} elements'
     boxes = [box for box in boxes if box.numel]
-    if covered == total and len(boxes) <= 1:
-        return None
-    return 'chunks overlap' if covered > total or _overlap(shape, boxes) else None
+    if covered > total or any(_overlap(group) for group in apart(boxes)):
+        return 'chunks overlap'
+    return None
 
 
-def _overlap(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether two boxes share an element, counted on the grid of all their edges."""
-    grids = []
-    for dim in range(len(shape)):
-        edges = sorted({box.offsets[dim] for box in boxes} | {box.ends[dim] for box in boxes})
-        grids.append({edge: position for position, edge in enumerate(edges)})
-    if math.prod(map(len, grids)) > _LARGEST_GRID:
-        return _pair_overlaps(boxes)
-    counts = numpy.zeros([max(len(grid) - 1, 1) for grid in grids], dtype=numpy.uint8)
+def _overlap(boxes: Sequence[Box]) -> bool:
+    return any(one.intersection(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def apart(boxes: Sequence[Box]) -> Iterator[list[Box]]:
+    """The boxes in groups: no box shares an element with one of another group.
+
+    Cut are those dimensions, again and again, in which no box lies on both sides of the cut. What
+    ranks have of a tensor comes apart to single boxes, in time that hardly grows for each of them.
+
+    Args:
+        boxes: none of them empty
+    """
+    # a group, the dimension to cut next, and in how many before it there was no cut
+    pending = [(list(boxes), 0, 0)] if boxes else []
+    while pending:
+        group, dim, whole = pending.pop()
+        if len(group) == 1 or whole == len(group[0].sizes):
+            yield group
+            continue
+        parts = _cut(group, dim)
+        following = (dim + 1) % len(group[0].sizes)
+        pending += [(part, following, 1 if len(parts) > 1 else whole + 1) for part in parts]
+
+
+def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
+    boxes.sort(key=lambda box: box.offsets[dim])
+    parts: list[list[Box]] = []
+    end = -1
     for box in boxes:
-        cells = tuple(
-            slice(grid[start], grid[end])
-            for grid, start, end in zip(grids, box.offsets, box.ends, strict=True)
-        )
-        if counts[cells].any():
-            return True
-        counts[cells] = 1
-    return False
-
-
-def _pair_overlaps(boxes: Sequence[Box]) -> bool:
-    """The same from each box and those before it, in memory that grows with their number."""
-    starts = numpy.array([box.offsets for box in boxes])
-    ends = numpy.array([box.ends for box in boxes])
-    return any(
-        ((starts[:index] < ends[index]) & (starts[index] < ends[:index])).all(axis=1).any()
-        for index in range(1, len(boxes))
-    )
+        start = box.offsets[dim]
+        if start >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, start + box.sizes[dim])
+    return parts
 
 
 def runs(part: Box, first: Box, second: Box) -> Iterator[tuple[int, int, int]]:

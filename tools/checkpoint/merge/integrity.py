@@ -38,24 +38,27 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
     return files
 
 
-def verify_manifests(directories: Sequence[Path], ranks: Ranks) -> int:
+def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
     """Check every file of the checkpoints that carry a manifest; collective.
 
-    Returns:
-        how many checkpoints carried one
+    Args:
+        directories: known on rank 0
 
     Raises:
         CheckpointError: a file is missing, or its digest differs
     """
-    manifests = {directory: read_manifest(directory) for directory in directories}
-    files = [
-        (directory / name, digest)
-        for directory, manifest in manifests.items()
-        for name, digest in (manifest or {}).items()
-    ]
+
+    def listed() -> list[tuple[Path, str]]:
+        return [
+            (directory / name, digest)
+            for directory in directories or ()
+            for name, digest in (read_manifest(directory) or {}).items()
+        ]
+
+    files = ranks.scatter_evenly(ranks.agree(listed, root_only=True))
 
     def check() -> None:
-        for path, expected in files[ranks.rank :: ranks.size]:
+        for path, expected in files:
             found = _digest(path)
             if found != expected:
                 raise CheckpointError(
@@ -63,7 +66,6 @@ def verify_manifests(directories: Sequence[Path], ranks: Ranks) -> int:
                 )
 
     ranks.agree(check)
-    return sum(manifest is not None for manifest in manifests.values())
 
 
 def write_manifest(directory: Path, ranks: Ranks) -> None:
@@ -72,15 +74,20 @@ def write_manifest(directory: Path, ranks: Ranks) -> None:
     Raises:
         CheckpointError: a file can't be read, or the manifest not be written
     """
-    names = sorted(path.name for path in directory.iterdir() if path.is_file())
-    own = ranks.agree(
-        lambda: {name: _digest(directory / name) for name in names[ranks.rank :: ranks.size]}
-    )
-    digests = {name: digest for part in ranks.gather(own) for name, digest in (part or {}).items()}
-    content = {'algorithm': _ALGORITHM, 'files': {name: digests[name] for name in names}}
-    ranks.agree(
-        lambda: (directory / MANIFEST).write_text(json.dumps(content, indent=2)), root_only=True
-    )
+
+    def listed() -> list[str]:
+        return sorted(path.name for path in directory.iterdir() if path.is_file())
+
+    names = ranks.scatter_evenly(ranks.agree(listed, root_only=True))
+    own = ranks.agree(lambda: [(name, _digest(directory / name)) for name in names])
+    found = ranks.gather(own or [])
+
+    def write() -> None:
+        digests = dict(sorted(pair for part in found or [] for pair in part))
+        content = {'algorithm': _ALGORITHM, 'files': digests}
+        (directory / MANIFEST).write_text(json.dumps(content, indent=2))
+
+    ranks.agree(write, root_only=True)
 
 
 def _digest(path: Path) -> str:

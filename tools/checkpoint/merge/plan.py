@@ -10,8 +10,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.errors import CheckpointError
-from .geometry import Box
+from .geometry import Box, apart
 from .options import SAVE_DTYPES
+from .payload import read_bytes
 from .source import Slice, Source, TensorEntry
 
 
@@ -43,6 +44,11 @@ class ChunkJob:
     stored: tuple[tuple[StoredChunk, ...], ...]
 
     @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key, self.box.offsets)
+
+    @property
     def nbytes(self) -> int:
         """Size of the output chunk in bytes."""
         return self.box.numel * self.dtype.itemsize
@@ -71,19 +77,73 @@ class BytesJob:
         """What the metadata calls it."""
         return MetadataIndex(self.key, None if self.offsets is None else torch.Size(self.offsets))
 
+    @property
+    def places(self) -> tuple[tuple[Path, Slice], ...]:
+        """Where its bytes are read."""
+        return ((self.path, self.piece),)
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return self.piece.length
+
+    def read(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            CheckpointError: they can't be read
+        """
+        return read_bytes(self.path, self.piece)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBytes:
+    """Bytes of an entry that no source has."""
+
+    key: str
+    content: bytes
+    offsets: None = None
+
+    @property
+    def index(self) -> MetadataIndex:
+        """What the metadata calls it."""
+        return MetadataIndex(self.key)
+
+    @property
+    def places(self) -> tuple[()]:
+        """Where its bytes are read: nowhere."""
+        return ()
+
+    @property
+    def length(self) -> int:
+        """Number of bytes."""
+        return len(self.content)
+
+    def read(self) -> bytes:
+        """The bytes."""
+        return self.content
+
+
+Entry = ChunkJob | BytesJob | MadeBytes
+
 
 @dataclass(frozen=True)
 class RankShare:
     """What one rank makes: its output chunks and byte entries."""
 
     chunks: tuple[ChunkJob, ...]
-    byte_entries: tuple[BytesJob, ...]
+    byte_entries: tuple[BytesJob | MadeBytes, ...]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All of it; what is written of it goes by this order."""
+        return (*self.chunks, *self.byte_entries)
 
     @property
     def source_bytes(self) -> int:
         """Bytes this rank reads."""
         return sum(job.source_bytes for job in self.chunks) + sum(
-            job.piece.length for job in self.byte_entries
+            job.length for job in self.byte_entries
         )
 
 
@@ -102,7 +162,7 @@ class MergePlan:
 
     Attributes:
         tensors: output tensors by FQN
-        byte_entries: what is copied as it is stored
+        byte_entries: what is copied as it is stored, and what a conversion makes
         copied_tensors: those of its keys that are tensors
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
@@ -111,7 +171,7 @@ class MergePlan:
     """
 
     tensors: dict[str, OutputTensor] = field(default_factory=dict)
-    byte_entries: list[BytesJob] = field(default_factory=list)
+    byte_entries: list[BytesJob | MadeBytes] = field(default_factory=list)
     copied_tensors: dict[str, OutputTensor] = field(default_factory=dict)
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
@@ -195,8 +255,9 @@ def make_plan(
     jobs: list[ChunkJob] = []
     for key, entry in first.tensors.items():
         plan.tensors[key] = _output_tensor(entry, dtypes[key])
+        stored = [_stored(source, key, entry) for source in sources]
         jobs.extend(
-            ChunkJob(key, box, dtypes[key], tuple(_stored(source, key, box) for source in sources))
+            ChunkJob(key, box, dtypes[key], tuple(of_source[box] for of_source in stored))
             for box in entry.chunks
         )
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
@@ -219,19 +280,25 @@ def _output_tensor(entry: TensorEntry, dtype: torch.dtype) -> OutputTensor:
     return OutputTensor(entry.shape, dtype, tuple(entry.chunks))
 
 
-def _stored(source: Source, key: str, box: Box) -> tuple[StoredChunk, ...]:
+def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[StoredChunk, ...]]:
+    """For each chunk of the output the chunks of one source that hold its elements."""
     entry = source.tensors[key]
-    exact = entry.chunks.get(box)
-    if exact is not None:
-        return (StoredChunk(source.file(exact.file), exact, box, entry.dtype),)
-    if box.numel == 0:
-        other, piece = next(iter(entry.chunks.items()))
-        return (StoredChunk(source.file(piece.file), piece, other, entry.dtype),)
-    return tuple(
-        StoredChunk(source.file(piece.file), piece, other, entry.dtype)
-        for other, piece in entry.chunks.items()
-        if box.intersection(other)
-    )
+
+    def chunk(box: Box) -> StoredChunk:
+        piece = entry.chunks[box]
+        return StoredChunk(source.file(piece.file), piece, box, entry.dtype)
+
+    found: dict[Box, tuple[StoredChunk, ...]] = {
+        box: (chunk(box),) for box in output.chunks if box in entry.chunks
+    }
+    others = [box for box in output.chunks if box not in found]
+    found |= {box: (chunk(next(iter(entry.chunks))),) for box in others if not box.numel}
+    for group in apart([box for box in (*others, *entry.chunks) if box.numel] if others else []):
+        parts = [box for box in group if box in entry.chunks]
+        for box in group:
+            if box not in entry.chunks:
+                found[box] = tuple(chunk(part) for part in parts if box.intersection(part))
+    return found
 
 
 def balanced[T](jobs: Sequence[T], sizes: Sequence[int], world_size: int) -> list[list[T]]:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from ..common.directory import resolve_checkpoint
@@ -72,14 +73,18 @@ class Request:
 
 @dataclass
 class Prepared:
-    """What rank 0 found out."""
+    """What rank 0 found out.
+
+    Attributes:
+        provenance: makes what the output says of where it comes from
+    """
 
     inputs: Inputs
     target: Path
     output_iteration: int | None
     plan: MergePlan
     common: CommonState
-    provenance: dict[str, object]
+    provenance: Callable[[], dict[str, object]]
     result: MergeResult
 
     @property
@@ -218,7 +223,8 @@ def prepare(request: Request, world_size: int) -> Prepared:
         keep_fp32=request.keep_fp32,
         balance=request.balance_rank_work,
     )
-    provenance = make_provenance(
+    provenance = partial(
+        make_provenance,
         inputs,
         common.origin,
         extra_states.directory,
@@ -294,7 +300,7 @@ def _result(
     world_size: int,
 ) -> MergeResult:
     """What is known of the result before anything is written."""
-    content_bytes = plan.output_bytes + sum(job.piece.length for job in plan.byte_entries)
+    content_bytes = plan.output_bytes + sum(job.length for job in plan.byte_entries)
     return MergeResult(
         output_dir=target,
         inputs=[str(directory) for directory in inputs.directories],

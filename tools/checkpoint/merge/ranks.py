@@ -61,7 +61,8 @@ class Ranks:
             if error is not None:
                 raise error
             return result
-        self._raise_first(self.gather(None if error is None else _describe(error)), error)
+        text = None if error is None else _describe(error)
+        self._raise_first(self.gather_everywhere(text), error)
         return result
 
     def _raise_first(self, messages: Sequence[str | None], own: BaseException | None) -> None:
@@ -75,7 +76,35 @@ class Ranks:
         where = '' if list(failed) == [0] else f' (rank {ranks} of {self.size})'
         raise CheckpointError(texts[0] + where) from own
 
-    def gather(self, value: T) -> list[T]:
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank.
+
+        Raises:
+            RankLost: a rank is gone
+        """
+        if self.group is None:
+            return value  # type: ignore[return-value]
+        values = [value]
+        with self._reaching():
+            root = dist.get_global_rank(self.group, 0)
+            dist.broadcast_object_list(values, src=root, group=self.group)
+        return values[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Each rank's value, on rank 0.
+
+        Raises:
+            RankLost: a rank is gone
+        """
+        if self.group is None:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        with self._reaching():
+            root = dist.get_global_rank(self.group, 0)
+            dist.gather_object(value, values, dst=root, group=self.group)
+        return values
+
+    def gather_everywhere(self, value: T) -> list[T]:
         """Each rank's value, on every rank.
 
         Raises:
@@ -106,6 +135,12 @@ class Ranks:
                 group=self.group,
             )
         return received[0]  # type: ignore[return-value]
+
+    def scatter_evenly(self, values: Sequence[T] | None) -> Sequence[T]:
+        """This rank's part of rank 0's values, which every ``size``-th is."""
+        return self.scatter(
+            None if values is None else [values[rank :: self.size] for rank in range(self.size)]
+        )
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

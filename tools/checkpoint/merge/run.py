@@ -43,21 +43,16 @@ def run_merge(request: Request) -> MergeResult:
     with joined_ranks() as ranks:
         prepared = ranks.agree(lambda: prepare(request, ranks.size), root_only=True)
         if request.verify:
-            _verify_inputs(prepared, ranks)
+            verify_manifests(prepared.inputs.directories if prepared else None, ranks)
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
         orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
         ranks.agree(lambda: check_visible(orders.fingerprints, _pieces(orders.share)))
         if request.dry_run:
-            return ranks.scatter([prepared.result] * ranks.size if prepared else None)
+            return ranks.broadcast(prepared.result if prepared else None)
         result = _write(request, ranks, prepared, orders, begin, memory)
     return result
-
-
-def _verify_inputs(prepared: Prepared | None, ranks: Ranks) -> None:
-    directories = ranks.scatter([prepared.inputs.directories] * ranks.size if prepared else None)
-    verify_manifests(directories, ranks)
 
 
 def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
@@ -72,7 +67,7 @@ def _orders(prepared: Prepared, ranks: Ranks) -> list[_Orders]:
 def _pieces(share: RankShare) -> Iterator[tuple[Path, Slice]]:
     for job in share.chunks:
         yield from ((part.path, part.piece) for stored in job.stored for part in stored)
-    yield from ((job.path, job.piece) for job in share.byte_entries)
+    yield from (place for job in share.byte_entries for place in job.places)
 
 
 def _write(
@@ -127,7 +122,7 @@ def _fill(
         nonfinite.update({f'{path}: {key}': n for (path, key), n in merger.nonfinite.items()})
     written = _bytes_written(request.byte_accounting, ranks.rank, staging)
     of_ranks = ranks.gather((figures, written, nonfinite))
-    if prepared is None:
+    if prepared is None or of_ranks is None:
         return None
     result = prepared.result
     summarise(result, [figures for figures, _, _ in of_ranks])
@@ -140,7 +135,7 @@ def _fill(
 
 def _common_state(prepared: Prepared | None) -> dict[str, Any]:
     assert prepared is not None
-    return output_common_state(prepared.common, prepared.provenance, prepared.output_iteration)
+    return output_common_state(prepared.common, prepared.provenance(), prepared.output_iteration)
 
 
 def _bytes_written(accounting: str, rank: int, staging: Path) -> int:

@@ -1,10 +1,13 @@
 """Do the sources agree, and did the output become what was planned?"""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import without_shard
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
@@ -121,8 +124,11 @@ def _extra_state_differences(other: Source, first: Source) -> Iterator[Differenc
     )
 
 
-def validate_output(directory: Path, plan: MergePlan) -> None:
+def validate_output(directory: Path, plan: MergePlan) -> dict[MetadataIndex, _StorageInfo]:
     """The metadata on disk against the plan, and the files against the metadata.
+
+    Returns:
+        where the metadata says that each entry is stored
 
     Raises:
         CheckpointError: an entry, a chunk or its bytes are missing or differ
@@ -135,31 +141,36 @@ def validate_output(directory: Path, plan: MergePlan) -> None:
         entry = entries[key]
         if (
             not isinstance(entry, TensorStorageMetadata)
-            or {Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks} != set(tensor.boxes)
+            or [(c.offsets, c.sizes) for c in entry.chunks]
+            != [(box.offsets, box.sizes) for box in tensor.boxes]
             or tuple(entry.size) != tensor.shape
             or entry.properties.dtype != tensor.dtype
         ):
             raise CheckpointError(f'{directory}: {key}: written metadata differs from the plan')
-    smallest = {
-        MetadataIndex(key, box.offsets): box.numel * tensor.dtype.itemsize
-        for key, tensor in plan.tensors.items()
-        for box in tensor.boxes
-    }
-    exact = {job.index: job.piece.length for job in plan.byte_entries}
-    for index in (*smallest, *exact):
+    count = 0
+    for index, smallest, largest in _planned_lengths(plan):
+        count += 1
         info = storage.get(index)
         if (
             info is None
-            or info.length < smallest.get(index, 0)
-            or info.length != exact.get(index, info.length)
+            or not smallest <= info.length <= largest
             or (isinstance(entries[index.fqn], BytesStorageMetadata) != (index.offset is None))
         ):
             raise CheckpointError(f'{directory}: {entry_name(index)}: was not written')
-    if len(storage) != len(smallest) + len(exact):
-        raise CheckpointError(
-            f'{directory}: {len(storage)} stored entries, planned {len(smallest) + len(exact)}'
-        )
-    check_files((directory / at.relative_path, at.offset + at.length) for at in storage.values())
+    if len(storage) != count:
+        raise CheckpointError(f'{directory}: {len(storage)} stored entries, planned {count}')
+    file = cache(directory.joinpath)
+    check_files((file(at.relative_path), at.offset + at.length) for at in storage.values())
+    return storage
+
+
+def _planned_lengths(plan: MergePlan) -> Iterator[tuple[MetadataIndex, int, float]]:
+    """Each entry of the output, and the least and the most bytes that it may take."""
+    for key, tensor in plan.tensors.items():
+        for box in tensor.boxes:
+            yield MetadataIndex(key, box.offsets), box.numel * tensor.dtype.itemsize, math.inf
+    for job in plan.byte_entries:
+        yield job.index, job.length, job.length
 
 
 def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:

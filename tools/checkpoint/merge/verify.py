@@ -6,14 +6,13 @@ of the merge's block-wise reading or arithmetic is used.
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError
 from ..common.tensors import same_bits
 from .payload import OpenFiles, load_chunk, read_bytes
@@ -27,6 +26,7 @@ def verify_share(
     directory: Path,
     share: RankShare,
     weights: Sequence[float],
+    places: Iterable[_StorageInfo],
     on_bytes: Callable[[int], object] = lambda count: None,
 ) -> None:
     """Check what one rank wrote.
@@ -35,21 +35,16 @@ def verify_share(
         directory: the output, published or not
         share: chunks and byte entries to check
         weights: one for each source
+        places: where each of the share's entries is stored
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    storage = load_dcp_metadata(directory).storage_data
-    paths = {info.relative_path: directory / info.relative_path for info in storage.values()}
-
-    def written(index: MetadataIndex) -> tuple[Path, Slice]:
-        info = storage[index]
-        return paths[info.relative_path], Slice.of(info)
-
+    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:
-            path, piece = written(MetadataIndex(job.key, job.box.offsets))
+            path, piece = next(written)
             output = StoredChunk(path, piece, job.box, job.dtype)
             if not same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
                 raise CheckpointError(
@@ -57,10 +52,9 @@ def verify_share(
                     'inputs; the output is not published'
                 )
             on_bytes(job.source_bytes)
-    for entry in share.byte_entries:
-        path, piece = written(entry.index)
-        if read_bytes(path, piece) != read_bytes(entry.path, entry.piece):
-            raise CheckpointError(f'{path}: {entry.key}: differs from {entry.path}')
+    for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
+        if read_bytes(path, piece) != entry.read():
+            raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
 
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:

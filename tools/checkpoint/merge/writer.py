@@ -7,7 +7,8 @@ import mmap
 import os
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,13 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -38,12 +37,12 @@ from torch.futures import Future
 from ..common.errors import CheckpointError
 from .accumulate import Stopped
 from .archive import Template, save_template, saved
-from .geometry import Box
-from .payload import read_bytes
-from .plan import ChunkJob, MergePlan, RankShare
+from .places import Places, output_metadata
+from .plan import ChunkJob, Entry, MergePlan, RankShare
 
 _SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
-_BATCH = 1 << 20  # bytes of small chunks that are written at once
+_BATCH = 1 << 20  # bytes of small chunks' archives that are written at once
+_AROUND = 1200  # bytes of an archive besides the elements, about
 
 
 class _Bytes(io.BytesIO):
@@ -90,8 +89,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
 
     Attributes:
         mergers: the mergers of all threads so far, with their figures
-        batches: by item, the small chunks that are written at once
-        lengths: by item, the bytes of each of their archives, once they are merged
+        places: where each chunk of the share and then each byte entry was written
     """
 
     def __init__(
@@ -102,19 +100,16 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         stop: threading.Event,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> None:
-        self._share = share
         self.plan = plan
         self._new_merger = new_merger
         self._stop = stop
         self._on_bytes = on_bytes
-        large = [job for job in share.chunks if job.nbytes > _SMALL or not job.nbytes]
-        self._jobs = {_index(job): job for job in large}
-        self._byte_jobs = {job.index: job for job in share.byte_entries}
+        self._entries = share.entries
+        self._batches = _batches(share)
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
         self.mergers: list[M] = []
-        self.batches = _batches(share)
-        self.lengths: dict[MetadataIndex, list[int]] = {}
+        self.places = Places(len(self._entries))
 
     def set_up_planner(
         self,
@@ -125,21 +120,20 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         """Nothing to do: the plan was made from the sources' metadata, there is no state dict."""
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each byte entry, each large chunk, and each batch of small ones."""
-        items = [
-            WriteItem(index, WriteItemType.BYTE_IO) for index in (*self._byte_jobs, *self.batches)
-        ]
-        items += [_chunk_item(index, job) for index, job in self._jobs.items()]
-        return SavePlan(items)
+        """Nothing that would go to the coordinator, which has the plan, and back."""
+        return SavePlan([])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The ranks' plans as they are, and the output's metadata."""
-        assert self.plan is not None
-        return all_plans, _metadata(self.plan)
+        """The ranks' plans as they are; the metadata, which DCP sends to all, is the writer's."""
+        return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return new_plan
+        """An item for each byte entry, each large chunk, and each batch of small ones."""
+        items = [
+            _item(number, job) for number, job in enumerate(self._entries) if not _is_small(job)
+        ]
+        items += [WriteItem(index, WriteItemType.BYTE_IO) for index in self._batches]
+        return dataclasses.replace(new_plan, items=items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Merge a chunk into this thread's buffer, or read a byte entry.
@@ -148,21 +142,22 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         """
         if self._stop.is_set():
             raise Stopped
-        if write_item.index in self.batches:
+        if write_item.index in self._batches:
             return self._batch(write_item.index)
-        if write_item.type == WriteItemType.BYTE_IO:
-            job = self._byte_jobs[write_item.index]
-            self._on_bytes(job.piece.length)
-            return _Bytes(read_bytes(job.path, job.piece))
-        chunk = self._jobs[write_item.index]
-        return self._merged(chunk).view(chunk.box.sizes)
+        job = self._entries[int(write_item.index.fqn)]
+        if isinstance(job, ChunkJob):
+            return self._merged(job).view(job.box.sizes)
+        self._on_bytes(job.length)
+        return _Bytes(job.read())
 
     def _batch(self, index: MetadataIndex) -> io.BytesIO:
         """Archives of small chunks, one after the other."""
         archives: list[bytes] = []
-        for job in self.batches[index]:
+        for number in self._batches[index]:
             if self._stop.is_set():
                 raise Stopped
+            job = self._entries[number]
+            assert isinstance(job, ChunkJob)
             merged = self._merged(job)
             template = self._template(job.dtype, job.box.sizes)
             if template is None:
@@ -170,8 +165,21 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
             else:
                 elements = memoryview(self._thread.memory)[: job.nbytes]
                 archives.append(b''.join(template.parts(elements)))
-        self.lengths[index] = list(map(len, archives))
+            self.places.lengths[number] = len(archives[-1])
         return _Bytes(b''.join(archives))
+
+    def note_written(self, result: WriteResult) -> None:
+        """Take down where an item, or what is in a batch, was written."""
+        place = result.storage_data
+        numbers = self._batches.get(result.index)
+        if numbers is None:
+            number = int(result.index.fqn)
+            self.places.lengths[number] = place.length
+            numbers = (number,)
+        at = place.offset
+        for number in numbers:
+            self.places.put(number, place.relative_path, at)
+            at += self.places.lengths[number]
 
     def _template(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Template | None:
         if not hasattr(self._thread, 'templates'):
@@ -248,27 +256,27 @@ class MergeWriter(FileSystemWriter):
         """Write all items; a failure is kept in ``failure`` for the ranks to agree on."""
         assert isinstance(planner, MergePlanner)
         self._plan = planner.plan
-        entries: Future[list[WriteResult]] = Future()
+        entries: Future[list[Places]] = Future()
         try:
             written = super().write_data(plan, planner).value()
             if self.failure is None and len(written) != len(plan.items):
                 raise CheckpointError(
                     f'{self.path}: {len(written)} of {len(plan.items)} entries were written'
                 )
-            entries.set_result([_with_lengths(result, planner) for result in written])
+            for result in written:
+                planner.note_written(result)
+            entries.set_result([planner.places])  # less to send than a result for each entry
         except BaseException as error:
             self._failed(error)
             entries.set_result([])
         return entries
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata; what is in a batch is told one by one only here, for its memory."""
+    def finish(self, metadata: Metadata, results: list[list[Places]]) -> None:
+        """Write the metadata of the whole output, from the plan and where ranks have written."""
         assert self._plan is not None
-        expanded = [
-            _entries(written, _batches(share))
-            for written, share in zip(results, self._plan.shares, strict=True)
-        ]
-        super().finish(metadata, expanded)
+        places = [of_rank for written in results for of_rank in written]
+        if len(places) == len(results):  # else a rank has failed, which it tells itself
+            super().finish(*output_metadata(self._plan, places))
 
 
 class _ReportingFileSystem(FileSystem):
@@ -327,76 +335,31 @@ def _no_dist(group: dist.ProcessGroup | None) -> dict[str, bool]:
     return {'no_dist': group is None} if known else {}
 
 
-def _batches(share: RankShare) -> dict[MetadataIndex, list[ChunkJob]]:
-    """The share's small chunks by the item that they are written in; the same on every rank."""
-    batches: list[list[ChunkJob]] = []
+def _batches(share: RankShare) -> dict[MetadataIndex, Sequence[int]]:
+    """By item the numbers of the small chunks that are written in it."""
+    batches: list[array[int]] = []
     size = _BATCH
-    for job in share.chunks:
-        if 0 < job.nbytes <= _SMALL:
+    for number, job in enumerate(share.chunks):
+        if _is_small(job):
             if size >= _BATCH:
-                batches.append([])
+                batches.append(array('L'))
                 size = 0
-            batches[-1].append(job)
-            size += job.nbytes
+            batches[-1].append(number)
+            size += job.nbytes + _AROUND
     return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(batches)}
 
 
-def _with_lengths(result: WriteResult, planner: MergePlanner) -> WriteResult:
-    """What was written by one item; of a batch with the bytes of each archive."""
-    if result.index not in planner.batches:
-        return result
-    place = result.storage_data, planner.lengths[result.index]
-    return dataclasses.replace(result, storage_data=place)
+def _is_small(job: Entry) -> bool:
+    return isinstance(job, ChunkJob) and 0 < job.nbytes <= _SMALL
 
 
-def _entries(
-    written: Iterable[WriteResult], batches: dict[MetadataIndex, list[ChunkJob]]
-) -> Iterator[WriteResult]:
-    """What a rank has written, chunk by chunk."""
-    for result in written:
-        if result.index not in batches:
-            yield result
-            continue
-        place, lengths = result.storage_data
-        at = place.offset
-        for job, length in zip(batches[result.index], lengths, strict=True):
-            own = dataclasses.replace(place, offset=at, length=length)
-            yield WriteResult(_index(job), length, own)
-            at += length
-
-
-def _index(job: ChunkJob) -> MetadataIndex:
-    return MetadataIndex(job.key, torch.Size(job.box.offsets))
-
-
-def _chunk_item(index: MetadataIndex, job: ChunkJob) -> WriteItem:
-    """The item of a chunk, with its size for the tensor's: the writer balances threads by it."""
-    return WriteItem(
-        index,
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_chunk(job.box),
-            properties=TensorProperties(dtype=job.dtype),
-            size=torch.Size(job.box.sizes),
-        ),
-    )
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
-def _metadata(plan: MergePlan) -> Metadata:
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        key: TensorStorageMetadata(
-            TensorProperties(dtype=tensor.dtype),
-            torch.Size(tensor.shape),
-            [_chunk(box) for box in tensor.boxes],
-        )
-        for key, tensor in (plan.tensors | plan.copied_tensors).items()
-    }
-    entries |= {job.key: BytesStorageMetadata() for job in plan.byte_entries if job.offsets is None}
-    metadata = Metadata(entries, planner_data={})
-    if plan.reshaped:
-        metadata.mcore_data = plan.reshaped
-    return metadata
+def _item(number: int, job: Entry) -> WriteItem:
+    """The item of an entry; of a chunk with its size, by which the writer balances threads."""
+    index = MetadataIndex(str(number))
+    if not isinstance(job, ChunkJob):
+        return WriteItem(index, WriteItemType.BYTE_IO)
+    sizes = torch.Size(job.box.sizes)
+    chunk = ChunkStorageMetadata(torch.Size(job.box.offsets), sizes)
+    properties = TensorProperties(dtype=job.dtype)
+    data = TensorWriteData(chunk, properties, sizes)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)

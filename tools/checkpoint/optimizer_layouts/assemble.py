@@ -62,10 +62,12 @@ class Assembler:
             Stopped: another thread or rank failed
         """
         assert isinstance(job, OutputChunk)
+        if job.fill is not None:
+            out.fill_(job.fill)
         for piece in job.pieces:
             self._read_into(out[piece.at : piece.at + piece.count], piece)
-        if job.weight is not None:
-            self._prove(job, job.weight, job.pieces, out)
+        if job.proof:
+            self._prove(job, job.pieces, out)
         for copy in job.copies:
             self._compare(job, copy, out)
 
@@ -94,21 +96,29 @@ class Assembler:
             self._read(source, piece.start + start, values)
             part.copy_(values)
 
-    def _prove(
-        self, job: OutputChunk, weight: StoredChunk, pieces: Sequence[Piece], main: torch.Tensor
-    ) -> None:
-        source = self._open(weight, job.weight_key)
+    def _prove(self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor) -> None:
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
-            stored = _view(self._block, weight.dtype, values.numel())
-            self._read(source, start, stored)
+            stored = self._weight(job, start, values.numel())
             begin = perf_counter()
-            same = as_bits(values.to(weight.dtype)) == as_bits(stored)
+            same = as_bits(values.to(stored.dtype)) == as_bits(stored)
             if not same.all():
                 at = start + int((~same).nonzero()[0])
-                raise NotItsWeightError(_mismatch(job, weight, pieces, main, stored, at, start))
+                raise NotItsWeightError(_mismatch(job, pieces, main, stored, at, start))
             self.math_seconds += perf_counter() - begin
         self.proven += main.numel()
+
+    def _weight(self, job: OutputChunk, start: int, count: int) -> torch.Tensor:
+        """These elements of the weight that a main parameter's chunk is cast to."""
+        stored = _view(self._block, job.proof[0].stored.dtype, count)
+        for piece in job.proof:
+            first, end = max(start, piece.at), min(start + count, piece.at + piece.count)
+            if first < end:
+                source = self._open(piece.stored, piece.key)
+                self._read(
+                    source, piece.start + first - piece.at, stored[first - start : end - start]
+                )
+        return stored
 
     def _compare(self, job: OutputChunk, copy: Sequence[Piece], out: torch.Tensor) -> None:
         """A replica against what is written; of a main parameter, its weight decides as well."""
@@ -125,22 +135,19 @@ class Assembler:
                 if same.all():
                     continue
                 different += count - int(same.sum())
-                if job.weight is not None:
-                    self._prove_part(job, job.weight, piece, values, at)
-        if job.weight is not None:
+                if job.proof:
+                    self._prove_part(job, piece, values, at)
+        if job.proof:
             self.proven += out.numel()
         if different:
             self.different_copies[job.key] = self.different_copies.get(job.key, 0) + different
 
-    def _prove_part(
-        self, job: OutputChunk, weight: StoredChunk, piece: Piece, values: torch.Tensor, at: int
-    ) -> None:
-        stored = _view(self._block, weight.dtype, values.numel())
-        self._read(self._open(weight, job.weight_key), at, stored)
-        same = as_bits(values.to(weight.dtype)) == as_bits(stored)
+    def _prove_part(self, job: OutputChunk, piece: Piece, values: torch.Tensor, at: int) -> None:
+        stored = self._weight(job, at, values.numel())
+        same = as_bits(values.to(stored.dtype)) == as_bits(stored)
         if not same.all():
             first = int((~same).nonzero()[0])
-            raise NotItsWeightError(_mismatch(job, weight, [piece], values, stored, at + first, at))
+            raise NotItsWeightError(_mismatch(job, [piece], values, stored, at + first, at))
 
     def _open(self, stored: StoredChunk, key: str) -> '_Opened':
         descriptor = self._files.get(stored.path)
@@ -183,7 +190,6 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 def _mismatch(
     job: OutputChunk,
-    weight: StoredChunk,
     pieces: Sequence[Piece],
     main: torch.Tensor,
     block: torch.Tensor,
@@ -197,13 +203,16 @@ def _mismatch(
         block: the weight's elements from ``start`` on
         at: the element of the chunk that differs
     """
-    piece = next(piece for piece in pieces if piece.at <= at < piece.at + piece.count)
+    piece, proof = (
+        next(piece for piece in of if piece.at <= at < piece.at + piece.count)
+        for of in (pieces, job.proof)
+    )
     begin = [*piece.stored.box.offsets[:-1], piece.stored.box.offsets[-1] + piece.start]
     found = main[at if main.numel() == job.box.numel else at - start]
     return (
         f'{piece.stored.path}: {piece.key} at {begin}: taken '
-        f'for {job.weight_key} at {job.box.offsets}, whose element {at} is '
-        f'{float(block[at - start]):.9g} in {weight.path}, but holds {float(found):.9g}: these '
-        'weights and this optimizer state do not belong together, or are damaged; nothing is '
+        f'for {proof.key} at {job.box.offsets}, whose element {at} is '
+        f'{float(block[at - start]):.9g} in {proof.stored.path}, but holds {float(found):.9g}: '
+        'these weights and this optimizer state do not belong together, or are damaged; nothing is '
         'published, take another checkpoint'
     )

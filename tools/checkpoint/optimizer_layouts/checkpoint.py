@@ -1,7 +1,7 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     is_extra_state,
     kind_of,
 )
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     StoredCheckpoint,
     stored_optimizer_format,
@@ -49,6 +52,7 @@ class Checkpoint:
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
         reshaped: core's record of tensors stored under another global shape (core 0.14)
+        layout: of the model, as the keys tell
     """
 
     directory: Path
@@ -60,6 +64,14 @@ class Checkpoint:
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
+    layout: CheckpointLayout | None = None
+    _files: dict[str, Path] = field(default_factory=dict, repr=False)
+
+    def file(self, name: str) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
 
     @property
     def args(self) -> object:
@@ -85,17 +97,25 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
         raise CheckpointError(f'{directory}: no common state, expected one of a training run')
     checkpoint = Checkpoint(directory, config, CommonState(state, directory))
     with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
-        checkpoint.format = stored_optimizer_format(
-            StoredCheckpoint(layout_from_metadata(metadata), state)
-        )
+        checkpoint.layout = layout_from_metadata(metadata)
+        checkpoint.format = stored_optimizer_format(StoredCheckpoint(checkpoint.layout, state))
         _take_entries(checkpoint, metadata)
-    entries = (checkpoint.copied, checkpoint.optimizer, checkpoint.optimizer_objects)
+    parts = (checkpoint.copied, checkpoint.optimizer, checkpoint.optimizer_objects)
+    check_entries(directory, itertools.chain.from_iterable(part.values() for part in parts))
+    return checkpoint
+
+
+def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
+    """Every file of these entries is there and long enough.
+
+    Raises:
+        CheckpointError: one isn't
+    """
     check_files(
         (directory / piece.file, piece.end)
-        for entry in itertools.chain.from_iterable(part.values() for part in entries)
+        for entry in entries
         for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
     )
-    return checkpoint
 
 
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path, natural
-from ..common.quiet import missing_packages
+from ..common.directory import DISTRIBUTED, FSDP
+from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ PP, EP, VPP and DP size, GPT and hybrid.
 
 Read are dp_reshardable checkpoints, megatron-core's default, and fully_sharded_model_space, the
 default up to megatron-core 0.14. The place of every parameter is derived from the metadata and
-proven by its weight, bit for bit; what can't be proven is refused.
+proven by its weight, bit for bit; what can't be proven is refused. A GPT checkpoint of
+Megatron-FSDP (fsdp_dtensor) is converted with its weights, by names and shapes; --to fsdp_dtensor
+makes one of a torch_dist checkpoint.
 Weights and all other state are copied as they are. Nothing is built or run on a GPU. Start it with
 plain python for one process, with torchrun or srun for several. An existing output is never
 replaced, and on any error or signal nothing is published.
@@ -52,6 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=natural,
         metavar='N',
         help='convert this iteration of the root (default: the one that the tracker names)',
+    )
+    parser.add_argument(
+        '--to',
+        choices=[DISTRIBUTED, FSDP],
+        default=DISTRIBUTED,
+        help='format of the output (default: %(default)s, with fully_reshardable optimizer state)',
     )
     parser.add_argument(
         '--dry-run',
@@ -92,6 +101,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if reason is not None:
         return complain(reason)
 
+    import_quickly('torch.distributed.checkpoint')
     from ..merge.cli import carry_out
     from ..merge.report import write_json
     from .prepare import ConversionRequest

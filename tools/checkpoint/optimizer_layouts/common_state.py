@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..merge.common_state import CommonState
-from .formats import TARGET
+
+TARGET = 'fully_reshardable'
 
 
 def converted_common_state(
@@ -25,8 +26,7 @@ def converted_common_state(
     stored = common.state.get('content_metadata')
     if isinstance(stored, Mapping):
         content = {**stored, **content}
-    return {
-        **common.state,
-        'optimizer': optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers)),
-        'content_metadata': content,
-    }
+    state = {**common.state, 'content_metadata': content}
+    if optimizers:
+        state['optimizer'] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+    return state

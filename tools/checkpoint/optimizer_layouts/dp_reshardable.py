@@ -224,17 +224,19 @@ def _fit_experts(
             f'multiple of {len(stages)} pipeline stages and {tensor} tensor-parallel ranks'
         )
     local = number // expert_size
+    of_rank: dict[tuple[str, int, int], list[tuple[int, Parameter]]] = defaultdict(list)
+    for place, parameter in enumerate(experts):
+        rank = parameter.expert // local
+        of_rank[parameter.block, parameter.layer, rank].append((place, parameter))
     positions: Positions = {}
     for group in groups:
         expert_rank, stage = group // tensor % expert_size, group // (tensor * expert_size)
         left, placed = list(buffers[chain, group]), []
         for chunk in stages[stage]:
-            own = [
-                parameter
-                for parameter in experts
-                if (parameter.block, parameter.layer) in chunk.layers
-                and parameter.expert // local == expert_rank
+            found = [
+                pair for layer in chunk.layers for pair in of_rank.get((*layer, expert_rank), ())
             ]
+            own = [parameter for _, parameter in sorted(found)]
             if not own:
                 continue
             used = len({parameter.dtype for parameter in own})

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
+from ..common.directory import FSDP
 from ..common.errors import CheckpointError
-from . import dp_reshardable, model_space
+from . import dp_reshardable, fsdp_dtensor, model_space
 from .checkpoint import Checkpoint
 from .plan import OptimizerPlan
-
-TARGET = 'fully_reshardable'
 
 FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
     'dp_reshardable': dp_reshardable.plan_optimizer,
     'fully_sharded_model_space': model_space.plan_optimizer,
+    FSDP: fsdp_dtensor.plan_optimizer,
 }
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     PARAM,
-    parse_key,
     state_key,
 )
 
+from ..common.directory import DISTRIBUTED
 from ..merge.geometry import Box
 from ..merge.plan import (
-    BytesJob,
     ChunkJob,
+    MadeBytes,
     MergePlan,
     OutputTensor,
     RankShare,
@@ -30,6 +30,7 @@ from ..merge.plan import (
 )
 from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
+from .common_state import converted_common_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +63,22 @@ class OutputChunk(ChunkJob):
 
     Attributes:
         pieces: fill the chunk, each element once
-        weight: of a main parameter, the stored chunk of its weight, which has the same box: the
-            proof that the pieces are in their place
+        proof: of a main parameter, what fills the same box of its weight: the pieces are in their
+            place if they are that, cast
         copies: the same elements as other model-parallel ranks store them, where a parameter is
             replicated; never written, and proven as well
+        fill: a number that is all of the chunk, which then has no pieces
     """
 
     pieces: tuple[Piece, ...] = ()
-    weight: StoredChunk | None = None
+    proof: tuple[Piece, ...] = ()
     copies: tuple[tuple[Piece, ...], ...] = ()
+    fill: float | None = None
 
     @property
     def source_bytes(self) -> int:
         """Bytes that are read for it, but for the proof."""
         return sum(piece.nbytes for group in (self.pieces, *self.copies) for piece in group)
-
-    @property
-    def weight_key(self) -> str:
-        """FQN of the weight that the state is of."""
-        return parse_key(self.key).weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,8 @@ class OptimizerPlan:
         positions: for the report
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
+        made: other entries of the output that the input doesn't have
+        format: of the output
         notes: what the user should know
     """
 
@@ -120,20 +120,28 @@ class OptimizerPlan:
     positions: list[Position] = field(default_factory=list)
     padding: int = 0
     without_state: list[str] = field(default_factory=list)
+    made: list[MadeBytes] = field(default_factory=list)
+    format: str = DISTRIBUTED
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class ConversionPlan(MergePlan):
-    """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``."""
+    """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``.
+
+    Attributes:
+        optimizer: what the format's module found out
+        common_state: of the output; None where objects of their own keep it
+    """
 
     optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
+    common_state: dict[str, Any] | None = None
 
 
 def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
     """A chunk of a stored tensor as a plan refers to it."""
     piece = entry.chunks[box]
-    return StoredChunk(checkpoint.directory / piece.file, piece, box, entry.dtype)
+    return StoredChunk(checkpoint.file(piece.file), piece, box, entry.dtype)
 
 
 def output_chunks(
@@ -150,7 +158,8 @@ def output_chunks(
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """
-    proof = stored_chunk(checkpoint, checkpoint.weights[weight], box)
+    stored = stored_chunk(checkpoint, checkpoint.weights[weight], box)
+    proof = Piece(stored, weight, 0, box.numel, 0)
     return [
         OutputChunk(
             key=state_key(state, weight),
@@ -158,7 +167,7 @@ def output_chunks(
             dtype=torch.float32,
             stored=(),
             pieces=tuple(pieces[state]),
-            weight=proof if state == PARAM else None,
+            proof=(proof,) if state == PARAM else (),
             copies=tuple(copies.get(state, ())),
         )
         for state in pieces
@@ -167,23 +176,23 @@ def output_chunks(
 
 def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int) -> ConversionPlan:
     """The plan of the whole output, shared out over ranks by size, largest first."""
-    plan = ConversionPlan(
-        config=checkpoint.config,
-        reshaped={
-            key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
-        },
-        optimizer=optimizer,
-    )
+    plan = ConversionPlan(optimizer=optimizer, byte_entries=[*optimizer.made])
     plan.tensors = optimizer.tensors
-    for key, entry in checkpoint.copied.items():
-        plan.copy(key, entry, checkpoint.directory.joinpath)
+    if optimizer.format == DISTRIBUTED:
+        plan.config = checkpoint.config
+        plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
+        plan.reshaped = {
+            key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
+        }
+        for key, entry in checkpoint.copied.items():
+            plan.copy(key, entry, checkpoint.file)
     jobs = [*optimizer.chunks, *plan.byte_entries]
     sizes = [job.source_bytes for job in optimizer.chunks]
-    sizes += [job.piece.length for job in plan.byte_entries]
+    sizes += [job.length for job in plan.byte_entries]
     plan.shares = [
         RankShare(
             tuple(job for job in share if isinstance(job, OutputChunk)),
-            tuple(job for job in share if isinstance(job, BytesJob)),
+            tuple(job for job in share if not isinstance(job, OutputChunk)),
         )
         for share in balanced(jobs, sizes, world_size)
     ]

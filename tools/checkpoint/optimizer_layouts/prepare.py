@@ -6,10 +6,17 @@ from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
 
-from ..common.directory import resolve_checkpoint
+from ..common.directory import (
+    DISTRIBUTED,
+    FSDP,
+    FoundCheckpoint,
+    find_checkpoint,
+    resolve_checkpoint,
+)
 from ..common.errors import CheckpointError
 from ..common.paths import (
     CONFIG_NAME,
+    METADATA_NAME,
     iteration_dir,
     parse_iteration_dirname,
     refuse_url,
@@ -25,9 +32,12 @@ from ..merge.prepare import (
 )
 from ..merge.report import refuse_report
 from .checkpoint import Checkpoint, read_checkpoint
-from .formats import TARGET, plan_optimizer
+from .common_state import TARGET
+from .formats import plan_optimizer
+from .fsdp_checkpoint import read_fsdp_checkpoint
 from .plan import ConversionPlan, make_plan
 from .report import ConversionResult
+from .to_fsdp import plan_fsdp
 
 
 @dataclass
@@ -39,6 +49,7 @@ class ConversionRequest:
         save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
         iteration: of the root; None for the one that the tracker names
         threads: writer threads of each rank; None as in a merge
+        to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
         report: file that the caller writes when all is done; checked before anything is written
         on_plan: shown the plan on rank 0 before anything is written
     """
@@ -50,6 +61,7 @@ class ConversionRequest:
     verify: bool = False
     trust_checkpoints: bool = False
     threads: int | None = None
+    to: str = DISTRIBUTED
     report: Path | None = None
     on_plan: Callable[[ConversionResult], object] = field(default=lambda result: None)
 
@@ -70,8 +82,10 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     Raises:
         CheckpointError: anything that the contract rejects
     """
-    directory = _input(request)
-    checkpoint = read_checkpoint(directory, trust=request.trust_checkpoints)
+    found = _input(request)
+    directory = found.directory
+    read = read_fsdp_checkpoint if found.format == FSDP else read_checkpoint
+    checkpoint = read(directory, trust=request.trust_checkpoints)
     iteration = _iteration(checkpoint)
     refuse_url(request.save_dir)
     target = output_target(request.save_dir.absolute(), iteration)
@@ -79,9 +93,14 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     if request.report is not None:
         refuse_report(request.report, target, read_from, ConversionResult)
     result = ConversionResult(
-        directory, target, checkpoint.format, world_size=world_size, dry_run=request.dry_run
+        directory,
+        target,
+        checkpoint.format,
+        FSDP if request.to == FSDP else TARGET,
+        world_size=world_size,
+        dry_run=request.dry_run,
     )
-    if checkpoint.format == TARGET:
+    if checkpoint.format == result.target:
         result.already = True
         return PreparedConversion(checkpoint, {}, None, result)
     trackers = output_trackers(target, iteration)
@@ -89,23 +108,31 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     refuse_inside(target, read_from)
     refuse_threads(request.threads)
     refuse_unstorable(checkpoint.common)
-    plan = make_plan(checkpoint, plan_optimizer(checkpoint), world_size)
+    planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
+    plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, plan)
     return PreparedConversion(checkpoint, trackers, plan, result)
 
 
-def _input(request: ConversionRequest) -> Path:
+def _input(request: ConversionRequest) -> FoundCheckpoint:
     refuse_url(request.load_dir)
     if request.iteration is None:
-        return resolve_checkpoint(request.load_dir)
-    if (request.load_dir / CONFIG_NAME).exists():
+        return _found(request.load_dir)
+    if any((request.load_dir / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
         if parse_iteration_dirname(request.load_dir.name) != request.iteration:
             raise CheckpointError(
                 f'{request.load_dir}: the directory of one checkpoint, and not of iteration '
                 f'{request.iteration}; leave out --iteration, or give the root'
             )
-        return request.load_dir
-    return resolve_checkpoint(iteration_dir(request.load_dir, request.iteration))
+        return _found(request.load_dir)
+    return _found(iteration_dir(request.load_dir, request.iteration))
+
+
+def _found(path: Path) -> FoundCheckpoint:
+    found = find_checkpoint(path)
+    if found.format != FSDP:
+        resolve_checkpoint(path)  # refuses others than torch_dist
+    return found
 
 
 def _iteration(checkpoint: Checkpoint) -> int:
@@ -124,14 +151,18 @@ def _iteration(checkpoint: Checkpoint) -> int:
 
 def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
     optimizer = plan.optimizer
-    main = [job for job in optimizer.chunks if parse_key(job.key).state == PARAM]
+    main = [
+        job
+        for job in optimizer.chunks
+        if (job.proof if optimizer.format == FSDP else parse_key(job.key).state == PARAM)
+    ]
     result.tensors = len(optimizer.tensors)
     result.elements = sum(job.box.numel for job in main)
     result.copies = sum(job.box.numel * len(job.copies) for job in main)
     result.padding = optimizer.padding
     result.positions = optimizer.positions
     result.without_state = optimizer.without_state
-    result.copied_bytes = sum(job.piece.length for job in plan.byte_entries)
+    result.copied_bytes = sum(job.length for job in plan.byte_entries)
     result.content_bytes = plan.output_bytes + result.copied_bytes
     result.rank_bytes = [share.source_bytes for share in plan.shares]
     result.warnings = [*optimizer.notes, *space_warnings(result.output_dir, result.content_bytes)]

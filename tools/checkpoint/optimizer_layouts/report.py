@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..common.progress import format_bytes, format_rate, format_seconds
 from ..merge.report import Timings
+from .common_state import TARGET
 from .plan import Position
 
 _MOST_POSITIONS = 16
@@ -18,6 +19,7 @@ class ConversionResult:
         input_dir: the checkpoint that was read
         output_dir: the published one (or, in a dry run, the one to be)
         format: of the optimizer's state in the input
+        target: the same of the output
         tensors: number of the output's optimizer tensors
         elements: of the main parameters, each written once
         copies: elements of replicated main parameters, which are compared and not written
@@ -33,12 +35,13 @@ class ConversionResult:
         rank_bytes: bytes that each rank reads
         peak_memory, conversion_memory: of each rank in bytes, as a merge reports them
         warnings: what the user should know
-        already: the input is ``fully_reshardable``; nothing was done
+        already: the input has the target's format; nothing was done
     """
 
     input_dir: Path
     output_dir: Path
     format: str
+    target: str = TARGET
     tensors: int = 0
     elements: int = 0
     copies: int = 0
@@ -72,7 +75,7 @@ def plan_text(result: ConversionResult) -> str:
         lines.append(f'  … ({len(result.positions)} in all)')
     lines += [
         f'  {result.padding} elements of padding, {result.copies} of replicated parameters',
-        f'output: {result.output_dir}, optimizer state fully_reshardable',
+        f'output: {result.output_dir}, optimizer state {result.target}',
         f'  {result.tensors} tensors of optimizer state, {result.elements} elements each of '
         f'param and moments; {format_bytes(result.copied_bytes)} copied as they are; '
         f'{format_bytes(result.content_bytes)} in all',
@@ -94,9 +97,9 @@ def report_text(result: ConversionResult) -> str:
     """What was done, in how much time and memory."""
     times = result.timings
     lines = [
-        f'converted {result.format} into fully_reshardable: {result.output_dir}',
-        f'{result.elements} elements of main parameters written, each once, '
-        f'{result.proven} proven by their weights',
+        f'converted {result.format} into {result.target}: {result.output_dir}',
+        f'{result.elements} elements of main parameters written, each once'
+        + (f', {result.proven} proven by their weights' if result.proven else ''),
         f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
         f'read {times.load:.2f}, proof {times.accumulate:.2f}, save {times.save:.2f}, '
         f'verify {times.verify:.2f}, publish {times.publish:.2f})',
@@ -121,6 +124,6 @@ def report_text(result: ConversionResult) -> str:
 def already_text(result: ConversionResult) -> str:
     """Why there is nothing to do."""
     return (
-        f'{result.input_dir}: the optimizer state is fully_reshardable already, which loads into '
+        f'{result.input_dir}: the optimizer state is {result.target} already, which loads into '
         'any layout; nothing was written'
     )

@@ -20,7 +20,6 @@ from ..merge.plan import RankShare
 from ..merge.ranks import Ranks, joined_ranks
 from ..merge.source import Slice
 from .assemble import Assembler
-from .common_state import converted_common_state
 from .plan import OutputChunk
 from .prepare import ConversionRequest, PreparedConversion, prepare
 from .report import ConversionResult
@@ -40,7 +39,7 @@ def run_conversion(request: ConversionRequest) -> ConversionResult:
         if prepared is not None:
             prepared.result.timings.discovery = perf_counter() - begin
             request.on_plan(prepared.result)
-        result = ranks.scatter([prepared.result] * ranks.size if prepared else None)
+        result = ranks.broadcast(prepared.result if prepared else None)
         if result.already:
             return result
         orders = ranks.scatter(_orders(prepared, ranks) if prepared else None)
@@ -78,9 +77,8 @@ def _slices(share: RankShare) -> Iterator[tuple[Path, Slice]]:
         assert isinstance(job, OutputChunk)
         for group in (job.pieces, *job.copies):
             yield from ((piece.stored.path, piece.stored.piece) for piece in group)
-        if job.weight is not None:
-            yield job.weight.path, job.weight.piece
-    yield from ((job.path, job.piece) for job in share.byte_entries)
+        yield from ((piece.stored.path, piece.stored.piece) for piece in job.proof)
+    yield from (place for job in share.byte_entries for place in job.places)
 
 
 def _fill(
@@ -111,7 +109,7 @@ def _fill(
         different.update(assembler.different_copies)
     proven = sum(assembler.proven for assembler in assemblers)
     of_ranks = ranks.gather((figures, proven, different))
-    if prepared is None:
+    if prepared is None or of_ranks is None:
         return None
     result = prepared.result
     summarise(result, [figures for figures, _, _ in of_ranks])
@@ -121,6 +119,6 @@ def _fill(
     return result
 
 
-def _common_state(prepared: PreparedConversion | None) -> dict[str, Any]:
+def _common_state(prepared: PreparedConversion | None) -> dict[str, Any] | None:
     assert prepared is not None and prepared.plan is not None
-    return converted_common_state(prepared.checkpoint.common, prepared.plan.optimizer.settings)
+    return prepared.plan.common_state

@@ -102,6 +102,12 @@ def merges(rank: int, inputs: list[Path], weights: list[float], root: Path) -> l
     return outcome
 
 
+def converts(rank: int, source: Path, target: Path) -> object:
+    """An optimizer conversion: what was read, what was proven, and who read how much."""
+    result = convert_optimizer(source, target, verify=True)
+    return result.bytes_read, result.proven, result.rank_bytes
+
+
 def merge_in_existing_groups(
     rank: int, backends: list[str | None], inputs: list[Path], weights: list[float], root: Path
 ) -> list[float]:

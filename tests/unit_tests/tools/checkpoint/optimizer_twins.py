@@ -73,7 +73,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return found + [
         f'common state: {key}'
         for key in sorted(common.keys() | other_common.keys(), key=str)
-        if key != 'args' and not _same(common.get(key), other_common.get(key))
+        if key != 'args' and not same(common.get(key), other_common.get(key))
     ]
 
 
@@ -83,13 +83,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors by their bits."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and _same_bits(a, b)
     if isinstance(a, Namespace) and isinstance(b, Namespace):
-        return _same(vars(a), vars(b))
+        return same(vars(a), vars(b))
     return bool(a == b) or type(a).__name__ == type(b).__name__ == 'function'

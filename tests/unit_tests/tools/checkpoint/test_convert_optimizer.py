@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.unit_tests.tools.checkpoint.handmade import tree
-from tests.unit_tests.tools.checkpoint.merge_ranks import convert_misled, start
+from tests.unit_tests.tools.checkpoint.merge_ranks import convert_misled, converts, start
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, make_twins
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.dcp_metadata import load_dcp_metadata
@@ -312,6 +312,16 @@ def test_two_ranks(twins, tmp_path):
     run = torchrun(2, 'tools.checkpoint.convert_ckpt_optimizer', *arguments)
     assert 'converted dp_reshardable' in run.stdout
     assert differences(out, twins.by_parameter) == []
+
+
+def test_eight_ranks(twins, tmp_path):
+    found = start(8, converts, twins.in_buckets, tmp_path / 'eight')
+    assert found == dict.fromkeys(range(8), found[0]), found
+    alone = convert_optimizer(twins.in_buckets, tmp_path / 'alone')
+    total = alone.elements + alone.copies
+    assert found[0][:2] == (alone.bytes_read, total) and len(found[0][2]) == 8
+    for expected in (twins.by_parameter, tmp_path / 'alone'):
+        assert differences(tmp_path / 'eight', expected) == []
 
 
 @pytest.mark.parametrize('misled', [0, 1])

@@ -62,19 +62,30 @@ def test_equals_the_twin(tmp_path, name):
     assert result.different_copies == {}
 
 
-def test_convention_of_fused_adam(tmp_path):
-    arguments = ['--bf16', '--swiglu', *TP2]
-    twins = make_twins(tmp_path, 2, *arguments, CPU_MEGATRON_OPTIMIZER='fused_adam')
-    convert_optimizer(twins.in_buckets, tmp_path / 'out')
-    assert differences(tmp_path / 'out', twins.by_parameter) == []
-
-
 LAYOUTS = {
     'PP 2': (2, 'gpt', PP2),
     'DP 2': (2, 'gpt', []),
     'one rank': (1, 'gpt', []),
     'hybrid': (1, 'hybrid', []),
 }
+
+
+def resume(work, nproc, kind, roots, arguments, **env):
+    """The records of three more steps from each of the checkpoints."""
+    tasks = [
+        {
+            'name': str(root),
+            'kind': kind,
+            'arguments': [
+                *(*arguments, '--no-load-rng', '--override-opt-param-scheduler'),
+                *('--load', str(root), '--train-iters', str(2 * STEPS)),
+            ],
+            'result': str(work / f'{number}.record'),
+        }
+        for number, root in enumerate(roots)
+    ]
+    launch(nproc, tasks, work / 'tasks.json', **env)
+    return [read_records(Path(task['result'])) for task in tasks]
 
 
 @pytest.fixture(scope='module')
@@ -86,26 +97,18 @@ def resumed(tmp_path_factory):
     convert_optimizer(twins.in_buckets, work / 'out')
     records = {}
     for name, (nproc, kind, arguments) in LAYOUTS.items():
-        tasks = [
-            {
-                'name': f'{name} {root.name}',
-                'kind': kind,
-                'arguments': [
-                    *(*common, *arguments, '--no-load-rng', '--override-opt-param-scheduler'),
-                    *('--load', str(root), '--train-iters', str(2 * STEPS)),
-                ],
-                'result': str(work / f'{name} {root.name}'.replace(' ', '_')),
-            }
-            for root in (work / 'out', twins.by_parameter)
-        ]
-        launch(nproc, tasks, work / 'tasks.json')
-        records[name] = [read_records(Path(task['result'])) for task in tasks]
+        roots = (work / 'out', twins.by_parameter)
+        records[name] = resume(work, nproc, kind, roots, [*common, *arguments])
     return records
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
 def test_next_steps_in_another_layout(resumed, name):
-    for ours, twin in zip(*resumed[name], strict=True):
+    assert_same_steps(*resumed[name])
+
+
+def assert_same_steps(records, others):
+    for ours, twin in zip(records, others, strict=True):
         assert [step['iteration'] for step in ours['steps']] == [4, 5, 6]
         assert ours['steps'] == twin['steps']
         for part in ('model', 'optimizer', 'loaded'):
@@ -118,3 +121,16 @@ def _equal(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+FUSED = {'CPU_MEGATRON_OPTIMIZER': 'fused_adam'}
+
+
+def test_convention_of_fused_adam_and_stock_core(tmp_path):
+    """Stock can't load into torch AdamW in a new process."""
+    common = ['--bf16', '--swiglu', '--use-distributed-optimizer', *UNTIED]
+    twins = make_twins(tmp_path, 2, *common, *TP2, **FUSED)
+    convert_optimizer(twins.in_buckets, tmp_path / 'out')
+    roots = (tmp_path / 'out', twins.by_parameter)
+    assert differences(*roots) == []
+    assert_same_steps(*resume(tmp_path, 1, 'gpt', roots, common, MEGATRON_OVERLAY='0', **FUSED))

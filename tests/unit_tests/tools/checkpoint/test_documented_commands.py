@@ -20,6 +20,7 @@ from tests.unit_tests.tools.checkpoint.documented_commands import (
     filled_in,
 )
 from tools.checkpoint import convert_ckpt_pp_vpp
+from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer
 
 COMMANDS = documented_commands()
 # Commands that other tests run, by the words they begin with.
@@ -56,6 +57,7 @@ def places(vpp, tmp_path_factory):
     train('gpt', root / 'gpt', '--train-iters 12 --save-interval 4 --num-layers 4')
     train('hybrid', root / 'hybrid', '--train-iters 3 --hybrid-layer-pattern *-*-')
     train('gpt', root / 'buckets', '--train-iters 3', options=())
+    convert_optimizer(root / 'gpt', root / 'fsdp', to='fsdp_dtensor')
     stages, edge, cloud = root / 'stages', root / 'edge', root / 'cloud'
     for words in (
         f'reshape --load-dir {vpp} --save-dir {stages} --pipeline-size 4 --virtual-size 1',
@@ -77,6 +79,7 @@ def places(vpp, tmp_path_factory):
     return {run: root / 'gpt' for run in runs} | {
         '/ckpt/hybrid': root / 'hybrid',
         '/ckpt/buckets': root / 'buckets',
+        '/ckpt/fsdp': root / 'fsdp',
         'D': stages,
         'TP1': stages,
         'TP8': stages,

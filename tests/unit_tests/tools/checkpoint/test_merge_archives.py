@@ -126,7 +126,7 @@ def test_no_template_where_one_record_lies_in_another():
 @pytest.mark.parametrize('threads', [1, 3])
 def test_small_and_large_chunks_in_many_batches(tmp_path, monkeypatch, threads):
     """Their metadata says tensors, and each file holds them one after the other."""
-    monkeypatch.setattr(writer, '_BATCH', 300)
+    monkeypatch.setattr(writer, '_BATCH', 3000)
     monkeypatch.setattr(writer, '_SMALL', 200)
     shapes = [(1,), (3,), (4, 10), (50,), (51,), (7, 40), (100,)]
     models = [
@@ -142,6 +142,7 @@ def test_small_and_large_chunks_in_many_batches(tmp_path, monkeypatch, threads):
     assert_same(load_tensors(out), plain_merge(models, [0.25, 0.75]))
     storage = dcp.FileSystemReader(out).read_metadata().storage_data
     assert {index.fqn for index in storage} == set(models[0])
+    assert b'tools.checkpoint' not in (out / '.metadata').read_bytes()  # DCP's classes only
     for name in {place.relative_path for place in storage.values()}:
         spans = sorted((p.offset, p.length) for p in storage.values() if p.relative_path == name)
         ends = [start + length for start, length in spans]

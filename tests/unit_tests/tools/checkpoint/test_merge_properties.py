@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from tests.unit_tests.tools.checkpoint.damage import damaged_bytes, examples
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.merge import geometry
 from tools.checkpoint.merge.coefficients import load_coefficients
-from tools.checkpoint.merge.geometry import Box, runs, tiling_fault
+from tools.checkpoint.merge.geometry import Box, apart, runs, tiling_fault
 from tools.checkpoint.merge.plan import make_plan
 from tools.checkpoint.merge.schedules import STYLES, checkpoint_coefficients
 from tools.checkpoint.merge.source import Slice, Source, TensorEntry
@@ -135,8 +134,8 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @examples(80)
-@given(st.data(), SHAPES, st.booleans())
-def test_chunks_tile_a_tensor_exactly_if_every_element_is_covered_once(data, shape, pairwise):
+@given(st.data(), SHAPES)
+def test_chunks_tile_a_tensor_exactly_if_every_element_is_covered_once(data, shape):
     boxes = data.draw(tilings(shape))
     if data.draw(st.booleans()):  # move, change or double a chunk
         at = data.draw(st.integers(0, len(boxes) - 1))
@@ -150,10 +149,32 @@ def test_chunks_tile_a_tensor_exactly_if_every_element_is_covered_once(data, sha
     counts = numpy.zeros(shape, int)
     for box in boxes if inside else []:
         counts[tuple(map(slice, box.offsets, box.ends))] += 1
-    with pytest.MonkeyPatch.context() as patch:
-        if pairwise:
-            patch.setattr(geometry, '_LARGEST_GRID', 0)
-        assert (tiling_fault(shape, boxes) is None) == (inside and bool((counts == 1).all()))
+    assert (tiling_fault(shape, boxes) is None) == (inside and bool((counts == 1).all()))
+
+
+@examples(60)
+@given(st.data(), SHAPES)
+def test_boxes_that_share_elements_stay_together(data, shape):
+    boxes = [box for _ in range(2) for box in data.draw(tilings(shape)) if box.numel]
+    groups = list(apart(boxes))
+    assert sorted(box for group in groups for box in group) == sorted(boxes)
+    for one, other in itertools.combinations(groups, 2):
+        assert not any(a.intersection(b) for a in one for b in other)
+
+
+def test_what_ranks_have_of_a_tensor_comes_apart():
+    """However many: of 5400 chunks in two layouts none is compared with more than a few."""
+    layouts = [
+        [
+            Box((i, j, k * 12 // n), (1, 1, 12 // n))
+            for i in range(3)
+            for j in range(100)
+            for k in range(n)
+        ]
+        for n in (12, 6)
+    ]
+    groups = list(apart([*layouts[0], *layouts[1]]))
+    assert max(map(len, groups)) == 3 and len(groups) == 3 * 100 * 6
 
 
 @examples(60)

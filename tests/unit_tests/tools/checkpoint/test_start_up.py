@@ -1,6 +1,7 @@
 """Tools that only look don't import megatron-core, which takes longer than all else they do."""
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import torch
 
 from tests.unit_tests.tools.checkpoint.documented_commands import REPOSITORY
 from tools.checkpoint.common.core_classes import CORE_CLASSES, StandIn, admitted, stand_in
+from tools.checkpoint.common.quiet import import_quickly
 from tools.checkpoint.common.safe_load import load_torch
 
 CODE = """
@@ -48,6 +50,19 @@ def run(*words, before=''):
     )
     status, *imported = done.stderr.splitlines()[-1].split()
     return done.stdout, int(status), imported
+
+
+def test_nothing_is_collected_while_a_package_is_imported(tmp_path, monkeypatch):
+    (tmp_path / 'a_large_package.py').write_text('import gc\ncollecting = gc.isenabled()\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    before = gc.get_freeze_count()
+    import_quickly('a_large_package')
+    assert not sys.modules.pop('a_large_package').collecting and gc.isenabled()
+    after = gc.get_freeze_count()
+    assert after > before
+    import_quickly('sys')  # which is there: nothing of a program that uses a tool is frozen
+    assert gc.get_freeze_count() == after
+    gc.unfreeze()
 
 
 @pytest.fixture(scope='module')

@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp('run'), [100, 200, 300], extra_states=EXTRA)
 
 
-@pytest.mark.parametrize('size', [2, 4])
+@pytest.mark.parametrize('size', [4, 8])
 def test_same_bits_on_any_number_of_ranks(run, tmp_path, size):
     paths, models = run
     found = start(size, merges, paths, WEIGHTS, tmp_path)

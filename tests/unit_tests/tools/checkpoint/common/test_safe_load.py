@@ -347,7 +347,9 @@ def test_every_pickle_protocol_is_restricted(tmp_path, proof, protocol, place):
     assert not proof.exists()
     for value, name in ((frozenset([1]), 'frozenset'), (range(3), 'range'), (Path.cwd, 'getattr')):
         torch.save({'a': value}, tmp_path / 'x.pt', pickle_protocol=protocol)
-        with pytest.raises(CheckpointError, match=f'refused class (builtins.|pathlib.)?({name}|Path.cwd);'):
+        with pytest.raises(
+            CheckpointError, match=f'refused class (builtins.|pathlib.)?({name}|Path.cwd);'
+        ):
             load_torch(tmp_path / 'x.pt')
 
 

@@ -1,0 +1,241 @@
+"""Conversion of fsdp_dtensor checkpoints: damage, refusals, the command line, other commands."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from tests.unit_tests.optimizer.resume_runs import launch, read_records
+from tests.unit_tests.tools.checkpoint.fsdp_twins import (
+    DDP,
+    FSDP,
+    LEFT_OUT,
+    SEVERAL_CONNECTIONS,
+    fsdp_differences,
+    make_fsdp_twins,
+)
+from tests.unit_tests.tools.checkpoint.handmade import tree
+from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, read_all, same
+from tests.unit_tests.tools.checkpoint.test_convert_optimizer import flip_bit, refused
+from tools.checkpoint.common.errors import CheckpointError
+from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
+from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
+
+STATE = 'optimizer.state.module.module.module.'
+META = 'optimizer.param_to_group_meta.module.module.module.'
+FC1 = 'decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight'
+
+
+@pytest.fixture(scope='module')
+def twins(tmp_path_factory):
+    """Experts, gated, bf16, on one rank."""
+    directory = tmp_path_factory.mktemp('twins')
+    return make_fsdp_twins(directory, 1, '--bf16', '--swiglu', '--num-experts', '4')
+
+
+@pytest.fixture
+def source(twins, tmp_path):
+    """A copy to damage."""
+    return Path(shutil.copytree(twins.fsdp, tmp_path / 'source'))
+
+
+def edit(root: Path, change) -> None:
+    """Change the metadata of the checkpoint."""
+    directory = root / 'iter_0000003'
+    metadata = FileSystemReader(directory).read_metadata()
+    change(metadata)
+    (directory / '.metadata').write_bytes(pickle.dumps(metadata))
+
+
+def rename(root: Path, old: str, new: str | None) -> None:
+    """Give entries whose key begins so another key, or leave them out."""
+
+    def change(metadata):
+        for key in [key for key in metadata.state_dict_metadata if key.startswith(old)]:
+            entry = metadata.state_dict_metadata.pop(key)
+            indices = [index for index in metadata.storage_data if index.fqn == key]
+            places = [metadata.storage_data.pop(index) for index in indices]
+            if new is not None:
+                own = new + key.removeprefix(old)
+                metadata.state_dict_metadata[own] = entry
+                for index, place in zip(indices, places, strict=True):
+                    metadata.storage_data[MetadataIndex(own, index.offset)] = place
+
+    edit(root, change)
+
+
+def test_stacked_experts_are_those_of_the_twin(twins, tmp_path):
+    convert_optimizer(twins.fsdp, tmp_path / 'out')
+    assert differences(tmp_path / 'out', twins.torch_dist) == LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    ('missing', 'told'),
+    [
+        (f'model.module.{FC1}_v', f'state or settings of {FC1}_v'),
+        ('model.module.decoder.final_layernorm.weight', 'decoder.final_layernorm.weight'),
+        (f'{STATE}{FC1}_w.exp_avg_sq', f'no exp_avg_sq of {FC1}_w'),
+        (f'{STATE}{FC1}_w', f'no optimizer state of {FC1}_w'),
+        (f'{META}{FC1}.', f'no param_to_group_meta of {FC1}_'),
+        ('args', 'no saved arguments'),
+        ('rng_state.(0, 0).0.random_rng_state', 'no random_rng_state'),
+    ],
+)
+def test_missing_key(source, tmp_path, missing, told):
+    rename(source, missing, None)
+    refused(source, tmp_path, told)
+
+
+def test_a_whole_parameter_is_missing(source, tmp_path):
+    for prefix in ('model.module.', STATE, META):
+        rename(source, f'{prefix}{FC1}', None)
+    refused(source, tmp_path, f'no model.module.{FC1}_w', 'experts.experts.linear_fc1.weight')
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'told'),
+    [
+        (f'{FC1}_w', f'{FC1}_x', 'not known as a parameter'),
+        (f'{FC1}_w', FC1, 'not known as a parameter'),
+        (FC1, FC1.replace('local_experts.2', 'local_experts.7'), '4 experts, of which it'),
+        (FC1, 'decoder.layers.1.mlp.experts.linear_fc1.weight3', 'the same part of'),
+        (FC1, FC1.replace('layers.1', 'layers.2'), '3 layers are stored, args.num_layers is 2'),
+        ('decoder.final_layernorm', 'decoder.final_norm', 'of a hybrid model'),
+        ('embedding.word', 'embedding.sentence', 'not known as a parameter'),
+    ],
+)
+def test_another_name(source, tmp_path, old, new, told):
+    for prefix in ('model.module.', STATE, META):
+        rename(source, prefix + old, prefix + new)
+    refused(source, tmp_path, told)
+
+
+def test_an_entry_that_is_not_known(source, tmp_path):
+    rename(source, 'checkpoint_version', 'sampler.state')
+    refused(source, tmp_path, 'sampler.state', 'not known here')
+
+
+def test_stored_under_two_prefixes(source, tmp_path):
+    rename(source, f'model.module.{FC1}_w', f'model.module.module.{FC1}_v')
+    refused(source, tmp_path, f'{FC1}_v is stored under several prefixes')
+
+
+@pytest.mark.parametrize('of', [f'model.module.{FC1}_w', f'{STATE}{FC1}_w.exp_avg'])
+def test_wrong_shape(source, tmp_path, of):
+    def shorten(metadata):
+        entry = metadata.state_dict_metadata[of]
+        entry.size = torch.Size([entry.size[0] // 2, *entry.size[1:]])
+        entry.chunks[0].__dict__['sizes'] = tuple(entry.size)
+
+    edit(source, shorten)
+    refused(source, tmp_path, f'{FC1}_w', 'is [')
+
+
+def test_halves_that_arguments_do_not_know(source, tmp_path):
+    set_arguments(source, swiglu=False)
+    refused(source, tmp_path, 'no --swiglu', 'not known as a parameter')
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'told'),
+    [
+        ('pipeline_model_parallel_size', 2, 'under the same names'),
+        ('multi_latent_attention', True, 'multi-latent attention'),
+        ('mtp_num_layers', 1, 'multi-token prediction'),
+        ('expert_model_parallel_size', 2, 'not converted yet'),
+        ('spec', ['my.specs', 'layer'], 'a layer spec of its own'),
+        ('transformer_impl', 'inference_optimized', 'expected local or transformer_engine'),
+        ('num_experts', 5, 'no model.module.decoder.layers.0.mlp.experts.local_experts.4.'),
+        ('num_experts', None, '0 experts, of which it is none'),
+    ],
+)
+def test_models_that_are_not_known(source, tmp_path, name, value, told):
+    set_arguments(source, **{name: value})
+    refused(source, tmp_path, told)
+
+
+def set_arguments(root: Path, **changed) -> None:
+    directory = root / 'iter_0000003'
+    storage = FileSystemReader(directory).read_metadata().storage_data
+    place = storage[MetadataIndex('args')]
+    content = (directory / place.relative_path).read_bytes()[place.offset :][: place.length]
+    (directory / 'own.distcp').write_bytes(content)
+    args = torch.load(directory / 'own.distcp', weights_only=False)
+    vars(args).update(changed)
+    torch.save(args, directory / 'own.distcp')
+
+    def point(metadata):
+        own = metadata.storage_data[MetadataIndex('args')]
+        own.relative_path, own.offset = 'own.distcp', 0
+        own.length = (directory / 'own.distcp').stat().st_size
+
+    edit(root, point)
+
+
+def test_a_weight_that_is_not_its_main_parameter(twins, tmp_path):
+    source = Path(shutil.copytree(twins.torch_dist, tmp_path / 'source'))
+    key = 'decoder.layers.self_attention.linear_qkv.weight'
+    flip_bit(source, MetadataIndex(key, torch.Size([0, 0, 0])), 0)
+    before = tree(source)
+    with pytest.raises(CheckpointError, match=f'taken for {key}'):
+        convert_optimizer(source, tmp_path / 'out', to='fsdp_dtensor')
+    assert not (tmp_path / 'out').exists() and tree(source) == before
+
+
+def test_without_optimizer_state(twins, source, tmp_path):
+    """Weights are the main parameters, as they are stored; and back."""
+    convert_optimizer(twins.fsdp, tmp_path / 'whole')
+    for prefix in (STATE, META):
+        rename(source, prefix, None)
+    convert_optimizer(source, tmp_path / 'out', verify=True)
+    whole, found = (read_all(tmp_path / name)[0] for name in ('whole', 'out'))
+    main = {parse_key(key).name: whole[key] for key in whole if parse_key(key).state == PARAM}
+    assert found.keys() == main.keys() and all(same(found[key], main[key]) for key in found)
+    convert_optimizer(tmp_path / 'out', tmp_path / 'back', to='fsdp_dtensor', verify=True)
+    other = [key for key in fsdp_differences(tmp_path / 'back', source) if 'rng_state' not in key]
+    assert other == []
+
+
+def test_command_line(twins, tmp_path, capsys):
+    out, report = tmp_path / 'out', tmp_path / 'report.json'
+    arguments = ['--load-dir', str(twins.fsdp), '--save-dir', str(out)]
+    assert main([*arguments, '--dry-run', '--report-json', str(report)]) == 0
+    assert json.loads(report.read_text())['target'] == 'fully_reshardable' and not out.exists()
+    assert 'optimizer state fsdp_dtensor' in capsys.readouterr().out
+    assert main([*arguments, '--to', 'fsdp_dtensor']) == 0
+    assert 'fsdp_dtensor already' in capsys.readouterr().out and not out.exists()
+    arguments = ['--load-dir', str(twins.torch_dist), '--save-dir', str(out)]
+    assert main([*arguments, '--to', 'fsdp_dtensor', '--iteration', '3']) == 0
+    told = capsys.readouterr().out
+    assert 'into fsdp_dtensor' in told and '--no-load-rng' in told
+
+
+def test_the_inspector_names_the_command(twins):
+    summary = inspect_checkpoint(twins.fsdp)
+    (reason,) = [use.reason for use in summary.uses if use.name == 'resume with optimizer']
+    directory = twins.fsdp / 'iter_0000003'
+    assert f'megatron-convert-optimizer --load-dir {directory} --save-dir' in reason
+
+
+def test_runs_of_the_other_kind_name_the_command(twins, tmp_path):
+    tasks = [
+        {
+            'name': name,
+            'kind': 'gpt',
+            'arguments': [*twins.arguments, *options, '--load', str(root), '--train-iters', '4'],
+            'result': str(tmp_path / name),
+        }
+        for name, options, root in (('ddp', DDP, twins.fsdp), ('fsdp', FSDP, twins.torch_dist))
+    ]
+    launch(1, tasks, tmp_path / 'tasks.json', **SEVERAL_CONNECTIONS)
+    for name, root, end in (('ddp', twins.fsdp, ''), ('fsdp', twins.torch_dist, ' --to fsdp_dte')):
+        with pytest.raises(AssertionError) as error:
+            read_records(tmp_path / name)
+        command = f'megatron-convert-optimizer --load-dir {root / "iter_0000003"} --save-dir {root}'
+        assert command in str(error.value) and end in str(error.value)

@@ -1,0 +1,240 @@
+"""Names of a GPT model's parameters in ``fsdp_dtensor``, and their places in ``torch_dist``.
+
+Megatron-FSDP stores every parameter under its module's name, one layer and one expert each, gate
+(``_w``) and up (``_v``) of a gated ``linear_fc1`` apart. ``torch_dist`` has one tensor of all:
+
+    decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight_v  [64, 32]
+        ->  decoder.layers.mlp.experts.experts.linear_fc1.weight  [2, 4, 128, 32], at [1, 3, 64, 0]
+
+Layers have keys of their own where some of them are MoE and others not, and layer norms have the
+names that they have when Transformer Engine fuses them, whatever the model was built of.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    DECODER,
+    parse_key,
+    stacks_layers,
+)
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import CheckpointLayout
+
+from ..common.errors import CheckpointError, shown
+
+_NUMBER = r'(0|[1-9]\d{0,99})'
+_ONE_BY_ONE = re.compile(
+    rf'mlp\.experts\.local_experts\.{_NUMBER}\.(linear_fc[12]\.(?:weight|bias))'
+)
+_GROUPED = re.compile(rf'mlp\.experts\.(linear_fc[12]\.(?:weight|bias)){_NUMBER}')
+_EXPERTS = 'mlp.experts.experts.'
+_HALVES = ('_w', '_v')
+_FC1 = re.compile(r'mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc1\.(?:weight|bias)')
+_NORM = r'(?:layer_norm_)?(?:weight|bias)'
+# Whose chunks of tensor-parallel ranks stand one after the other, in both formats.
+_PARTS = re.compile(
+    r'input_layernorm\.(?:weight|bias)'
+    rf'|self_attention\.linear_qkv\.{_NORM}'
+    r'|self_attention\.(?:linear_proj|q_layernorm|k_layernorm)\.(?:weight|bias)'
+    r'|pre_mlp_layernorm\.(?:weight|bias)'
+    rf'|mlp\.linear_fc1\.{_NORM}'
+    r'|mlp\.(?:experts\.experts\.|shared_experts\.)?linear_fc[12]\.(?:weight|bias)'
+    r'|mlp\.router\.(?:weight|bias|expert_bias)'
+    r'|mlp\.shared_experts\.gate_weight'
+)
+_OUTSIDE = re.compile(
+    r'embedding\.(?:word|position)_embeddings\.weight'
+    r'|output_layer\.(?:weight|bias)'
+    r'|decoder\.final_layernorm\.(?:weight|bias)'
+)
+# By the local layer specs' own names.
+_FUSED_NORMS = {
+    'input_layernorm.': 'self_attention.linear_qkv.layer_norm_',
+    'pre_mlp_layernorm.': 'mlp.linear_fc1.layer_norm_',
+}
+# Transformer Engine's norms have one, and its attention.
+_WITH_EXTRA_STATE = {
+    True: re.compile(r'\.linear_\w+$'),
+    False: re.compile(r'\.(linear_|core_attention$|(final_|input_|pre_mlp_|[qk]_)layernorm$)'),
+}
+_UNKNOWN_MODELS = {
+    'multi_latent_attention': 'multi-latent attention',
+    'mtp_num_layers': 'multi-token prediction',
+    'heterogeneous_layers_config_path': 'heterogeneous layers',
+    'linear_attention_freq': 'linear attention',
+    'experimental_attention_variant': 'an experimental attention',
+    'quick_geglu': 'a gated unit other than --swiglu',
+    'spec': 'a layer spec of its own',
+}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Place:
+    """Where a parameter lies in a tensor of ``torch_dist``.
+
+    Attributes:
+        key: FQN of the tensor
+        layer, expert: along its first axes; -1 where it has no such axis
+        half: 0 for gate, 1 for up; -1 for what has no halves
+    """
+
+    key: str
+    layer: int = -1
+    expert: int = -1
+    half: int = -1
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """Offsets along the axes that the parameter itself doesn't have."""
+        return tuple(axis for axis in (self.layer, self.expert) if axis >= 0)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What decides how a model's parameters are called.
+
+    Attributes:
+        layers, experts: how many; no experts in a dense model
+        stacked: ``torch_dist`` has the layers along an axis
+        local: built of megatron-core's own layers, not of Transformer Engine's
+        grouped: experts in one module
+        gated: ``linear_fc1`` is two
+    """
+
+    layers: int
+    experts: int
+    stacked: bool
+    local: bool
+    grouped: bool
+    gated: bool
+
+    def place(self, name: str) -> Place | None:
+        """Where the parameter of that name lies; None for one that isn't known."""
+        half = next((i for i, end in enumerate(_HALVES) if name.endswith(end)), -1)
+        bare = name if half < 0 else name[:-2]
+        parsed = parse_key(bare)
+        number, part, expert = parsed.decoder_layer, parsed.part, -1
+        if number is None:
+            return Place(bare) if half < 0 and _OUTSIDE.fullmatch(bare) else None
+        if match := _ONE_BY_ONE.fullmatch(part):
+            expert, part = int(match[1]), _EXPERTS + match[2]
+        elif match := _GROUPED.fullmatch(part):
+            expert, part = int(match[2]), _EXPERTS + match[1]
+        if _PARTS.fullmatch(part) is None or (half >= 0) != (self.gated and is_fc1(part)):
+            return None
+        for own, fused in _FUSED_NORMS.items() if self.local else ():
+            if part.startswith(own):
+                part = fused + part.removeprefix(own)
+        if self.stacked:
+            return Place(f'{DECODER}.{part}', number, expert, half)
+        return Place(f'{DECODER}.{number}.{part}', -1, expert, half)
+
+    def names(self, key: str) -> Iterator[tuple[str, Place]]:
+        """Names of the parameters that make up a tensor of ``torch_dist``, with their places."""
+        parsed = parse_key(key)
+        if parsed.block != DECODER:
+            yield key, Place(key)
+            return
+        part, number = parsed.part, parsed.layer
+        for own, fused in _FUSED_NORMS.items() if self.local else ():
+            if part.startswith(fused):
+                part = own + part.removeprefix(fused)
+        experts = range(self.experts) if part.startswith(_EXPERTS) else [-1]
+        halves = range(2) if self.gated and is_fc1(part) else [-1]
+        for layer in range(self.layers) if number is None else [number]:
+            for expert in experts:
+                for half in halves:
+                    name = f'{DECODER}.{layer}.{self._part(part, expert)}'
+                    name += _HALVES[half] if half >= 0 else ''
+                    yield name, Place(key, layer if number is None else -1, expert, half)
+
+    def extra_states(self, keys: Iterable[str]) -> Iterator[str]:
+        """Keys of the modules' ``_extra_state``, which ``torch_dist`` loads ask for.
+
+        Args:
+            keys: of the weights in ``torch_dist``
+        """
+        modules = {key.removesuffix('.weight') for key in keys if key.endswith('.weight')}
+        if not self.local:
+            own = '.self_attention.linear_proj'
+            modules |= {
+                module.removesuffix(own) + '.self_attention.core_attention'
+                for module in modules
+                if module.endswith(own)
+            }
+        for module in sorted(modules):
+            if _WITH_EXTRA_STATE[self.local].search(module) is None:
+                continue
+            axes = [self.layers] if stacks_layers(module) else []
+            axes += [self.experts] if _EXPERTS in module else []
+            axes = axes or [1]
+            for at in itertools.product(*map(range, axes)):
+                place, shape = ('.'.join(map(str, numbers)) for numbers in (at, axes))
+                yield f'{module}._extra_state/shard_{place}_{shape}'
+
+    def _part(self, part: str, expert: int) -> str:
+        if expert < 0:
+            return part
+        own = part.removeprefix(_EXPERTS)
+        if self.grouped:
+            return f'mlp.experts.{own}{expert}'
+        return f'mlp.experts.local_experts.{expert}.{own}'
+
+
+def is_fc1(part: str) -> bool:
+    """Whether a part of a layer is a ``linear_fc1``'s own weight or bias, which may have halves."""
+    return _FC1.fullmatch(part) is not None
+
+
+def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
+    """How the parameters are called, by the saved arguments.
+
+    Args:
+        args: saved arguments
+        layout: of the checkpoint, as its keys tell
+        where: the checkpoint's directory, for messages
+
+    Raises:
+        CheckpointError: they don't tell, contradict the keys, or are of a model that isn't known
+    """
+    if not hasattr(args, 'num_layers'):
+        raise CheckpointError(f'{where}: no saved arguments, which tell how parameters are called')
+    for name, what in _UNKNOWN_MODELS.items():
+        if getattr(args, name, None):
+            raise CheckpointError(
+                f'{where}: args.{name} is {shown(getattr(args, name))}: how {what} is stored in '
+                'one format and the other is not known here'
+            )
+    if getattr(args, 'expert_model_parallel_size', 1) != 1:
+        raise CheckpointError(
+            f'{where}: args.expert_model_parallel_size is {shown(args.expert_model_parallel_size)}: '
+            'groups of expert-parallel parameters are not converted yet'
+        )
+    if layout.family != 'gpt':
+        raise CheckpointError(
+            f'{where}: of a {layout.family} model ({layout.evidence or "by its keys"}), expected a '
+            'GPT model; how others are stored in one format and the other is not known here'
+        )
+    built_of = getattr(args, 'transformer_impl', None)
+    if built_of not in ('local', 'transformer_engine'):
+        raise CheckpointError(
+            f'{where}: args.transformer_impl is {shown(built_of)}, expected local or '
+            'transformer_engine'
+        )
+    if layout.num_layers != args.num_layers:
+        raise CheckpointError(
+            f'{where}: {layout.num_layers} layers are stored, args.num_layers is '
+            f'{shown(args.num_layers)}'
+        )
+    frequency = getattr(args, 'moe_layer_freq', 1)
+    return Names(
+        layers=layout.num_layers,
+        experts=getattr(args, 'num_experts', None) or 0,
+        stacked=isinstance(frequency, int) and frequency == 1,
+        local=built_of == 'local',
+        grouped=bool(getattr(args, 'moe_grouped_gemm', False)),
+        gated=bool(getattr(args, 'swiglu', False)),
+    )
