@@ -208,10 +208,10 @@ def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
                 f'{where}: args.{name} is {shown(getattr(args, name))}: how {what} is stored in '
                 'one format and the other is not known here'
             )
-    expert_size = getattr(args, 'expert_model_parallel_size', 1)
-    if expert_size != 1:
+    expert_parallel = getattr(args, 'expert_model_parallel_size', 1)
+    if expert_parallel != 1:
         raise CheckpointError(
-            f'{where}: args.expert_model_parallel_size is {shown(expert_size)}: '
+            f'{where}: args.expert_model_parallel_size is {shown(expert_parallel)}: '
             'groups of expert-parallel parameters are not converted yet'
         )
     if layout.family != 'gpt':
