@@ -189,7 +189,21 @@ def _existing_group() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), size, own or dist.group.WORLD)
     finally:
         if own is not None:
-            dist.destroy_process_group(own)
+            _destroy(own)
+
+
+_former: dist.ProcessGroup | None = None
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group, and keep the object until there is another.
+
+    Its destructor waits for a thread that may be about to drop a tensor, for which that needs the
+    interpreter's lock; torch 2.6 doesn't let go of it there. Later the thread has nothing to drop.
+    """
+    global _former
+    _former = group
+    dist.destroy_process_group(group)
 
 
 _store: dist.Store | None = None
@@ -216,7 +230,7 @@ def _own_group(rank: int, size: int) -> Iterator[Ranks]:
     try:
         yield ranks
     finally:
-        dist.destroy_process_group()
+        _destroy(ranks.group)
 
 
 def _describe(error: BaseException) -> str:
