@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=f'GPT checkpoints into {PATTERN} runs.')
     parser.add_argument('directory', type=Path, help='what make_checkpoints.py wrote')
     directory = parser.parse_args(argv).directory
+    if not (directory / 'latest_checkpointed_iteration.txt').exists():
+        parser.error(f'{directory}: no checkpoint; python examples/make_checkpoints.py makes some')
     losses = {}
     for name, options in RUNS.items():
         print(f'{PATTERN}, Mamba layers {name}:', flush=True)

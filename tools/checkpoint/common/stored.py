@@ -97,6 +97,17 @@ def check_files(needed: Iterable[tuple[Path, int]]) -> None:
         check_file(file, end)
 
 
+def check_stored_files(directory: Path, metadata: Metadata) -> None:
+    """Refuse a checkpoint whose files are missing or shorter than its metadata says.
+
+    Raises:
+        CheckpointError: with the file, and both sizes
+    """
+    slices = list(map(Slice.of, metadata.storage_data.values()))
+    paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
+    check_files((paths[piece.file], piece.end) for piece in slices)
+
+
 def common_state_slice(metadata: Metadata) -> Slice | None:
     """Where the common state is stored among the tensors (megatron-core 0.19); None if it isn't."""
     for index, info in metadata.storage_data.items():

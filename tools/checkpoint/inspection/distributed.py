@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
-from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
+from ..common.stored import COMMON_KEY, check_stored_files
 from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
@@ -52,9 +52,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     directory, format_, metadata = found.directory, found.format, found.metadata
     if format_ == DISTRIBUTED:
         read_config(directory)
-    slices = list(map(Slice.of, metadata.storage_data.values()))
-    paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
-    check_files((paths[piece.file], piece.end) for piece in slices)
+    check_stored_files(directory, metadata)
     manifest = _manifest(directory)
     layout = layout_from_metadata(metadata)
     model = ModelSummary.of(layout)

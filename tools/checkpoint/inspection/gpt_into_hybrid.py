@@ -31,6 +31,7 @@ from megatron_overlay.errors import CheckpointingException
 
 from ..common.directory import LEGACY, FoundCheckpoint, find_checkpoint
 from ..common.stdout import printable, tell
+from ..common.stored import check_stored_files
 from .resume import read_common_state
 
 
@@ -70,6 +71,7 @@ def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
             f'{found.directory}: its keys are of a {layout.family} model'
             f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
         )
+    check_stored_files(found.directory, found.metadata)
     common = read_common_state(found.directory, found.metadata)
     stored = StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)

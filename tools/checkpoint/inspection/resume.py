@@ -89,6 +89,7 @@ def read_resume_report(checkpoint: str | Path) -> ResumeReport:
         CheckpointingException: there is no distributed checkpoint, with the reason.
     """
     directory, metadata = find_distributed(checkpoint)
+    stored.check_stored_files(directory, metadata)
     return resume_report(directory, metadata, read_common_state(directory, metadata))
 
 

@@ -18,6 +18,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     set_common_form,
 )
 from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
+from tools.checkpoint import gpt_into_hybrid, resume_report
 from tools.checkpoint.inspect_checkpoint import main
 
 
@@ -127,6 +128,18 @@ def test_faults_are_one_line(name, copy, capsys):
     assert message in one_line(capsys, copy)
     (copy.parent / TRACKER).write_text('7')
     assert message in one_line(capsys, copy.parent)
+
+
+@pytest.mark.parametrize('fault', ['data cut short', 'data missing', 'file outside'])
+def test_every_look_sees_that_data_is_missing(fault, copy, capsys):
+    (copy.parent / TRACKER).write_text('7')
+    FAULTS[fault][0](copy)
+    reason = one_line(capsys, copy).removeprefix('error: ')
+    assert FAULTS[fault][1] in reason
+    assert gpt_into_hybrid.main([str(copy.parent), '*E*E']) == 1
+    assert capsys.readouterr().out == f'Will not load: {reason}'
+    assert resume_report.main([str(copy)]) == 1
+    assert capsys.readouterr().err == f'error: {reason}'
 
 
 def test_legacy_faults_are_one_line(vpp, tmp_path, capsys):
