@@ -15,6 +15,12 @@ def main() -> int:
     Returns:
         0 when all of the overlay is active over a supported megatron-core, else 1.
     """
+    if sys.argv[1:] in (['-h'], ['--help']):
+        print('usage: python -m megatron_overlay [--version]\n')
+        print(
+            'Prints the state of the overlay in this environment; ends with 0 when all is active.'
+        )
+        return 0
     if sys.argv[1:] == ['--version']:
         print(f'megatron-checkpoint-toolkit {megatron_overlay.__version__}')
         return 0

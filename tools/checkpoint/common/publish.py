@@ -167,8 +167,8 @@ class Publication:
     def _stage(self, target: Path) -> None:
         try:
             for parent in reversed([p for p in target.parents if not p.exists()]):
+                self._made_parents.append(parent)  # first: a signal may come in between
                 parent.mkdir(exist_ok=True)
-                self._made_parents.append(parent)
             remove_leftovers(target)
             staging = staging_path(target, self._token)
             self.staging[target] = staging
@@ -269,6 +269,8 @@ class Publication:
         for parent in reversed(self._made_parents):
             try:
                 parent.rmdir()
+            except FileNotFoundError:
+                continue
             except OSError:  # someone else put something there
                 break
 
