@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 
 from ..common.directory import resolve_checkpoint
@@ -76,7 +75,7 @@ class Prepared:
     """What rank 0 found out.
 
     Attributes:
-        provenance: makes what the output says of where it comes from
+        provenance: what the output says of where it comes from; None in a dry run
     """
 
     inputs: Inputs
@@ -84,7 +83,7 @@ class Prepared:
     output_iteration: int | None
     plan: MergePlan
     common: CommonState
-    provenance: Callable[[], dict[str, object]]
+    provenance: dict[str, object] | None
     result: MergeResult
 
     @property
@@ -223,14 +222,15 @@ def prepare(request: Request, world_size: int) -> Prepared:
         keep_fp32=request.keep_fp32,
         balance=request.balance_rank_work,
     )
-    provenance = partial(
-        make_provenance,
-        inputs,
-        common.origin,
-        extra_states.directory,
-        save_dtype=request.save_dtype,
-        balanced=request.balance_rank_work,
-    )
+    provenance = None
+    if not request.dry_run:  # starts git, which must not be while locks are held
+        provenance = make_provenance(
+            inputs,
+            common.origin,
+            extra_states.directory,
+            save_dtype=request.save_dtype,
+            balanced=request.balance_rank_work,
+        )
     result = _result(request, inputs, plan, sources, target, world_size)
     result.copied_extra_states = len(extra_states.extra_states)
     result.warnings = _warnings(inputs, common, iteration, target, result.content_bytes, sources[0])

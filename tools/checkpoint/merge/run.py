@@ -134,8 +134,8 @@ def _fill(
 
 
 def _common_state(prepared: Prepared | None) -> dict[str, Any]:
-    assert prepared is not None
-    return output_common_state(prepared.common, prepared.provenance(), prepared.output_iteration)
+    assert prepared is not None and prepared.provenance is not None
+    return output_common_state(prepared.common, prepared.provenance, prepared.output_iteration)
 
 
 def _bytes_written(accounting: str, rank: int, staging: Path) -> int:

