@@ -19,6 +19,7 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_keys',
+            'megatron.core.dist_checkpointing.format_names',
             'megatron.core.dist_checkpointing.key_arguments',
             'megatron.core.dist_checkpointing.read_record',
         ],
@@ -35,6 +36,11 @@ NEEDS: dict[str, dict] = {
     'megatron.core.dist_checkpointing.explicit_names': {
         'extends': False,
         'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
+        'names': {},
+    },
+    'megatron.core.dist_checkpointing.format_names': {
+        'extends': False,
+        'overlay': [],
         'names': {},
     },
     'megatron.core.dist_checkpointing.gpt_checkpoint_interop': {
@@ -108,20 +114,24 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.leaked_state': {
         'extends': False,
-        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
+            'megatron.core.dist_checkpointing.format_names',
+        ],
         'names': {},
     },
     'megatron.core.dist_checkpointing.load_plan': {
         'extends': False,
         'overlay': [
-            'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.format_names',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
             'megatron.core.dist_checkpointing.key_arguments',
             'megatron.core.dist_checkpointing.mamba_from_attention',
+            'megatron.core.dist_checkpointing.optimizer_load',
             'megatron.core.dist_checkpointing.saved_arguments',
-            'megatron.core.dist_checkpointing.unstored_state',
+            'megatron.core.dist_checkpointing.stored_checkpoint',
         ],
         'names': {},
     },
@@ -137,6 +147,15 @@ NEEDS: dict[str, dict] = {
             'megatron.core.dist_checkpointing.mapping': ['ShardedTensor', 'ShardedTensorFactory'],
         },
     },
+    'megatron.core.dist_checkpointing.optimizer_load': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.format_names',
+            'megatron.core.dist_checkpointing.stored_checkpoint',
+            'megatron.core.dist_checkpointing.unstored_state',
+        ],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.pattern_symbols': {
         'extends': False,
         'overlay': [],
@@ -151,6 +170,7 @@ NEEDS: dict[str, dict] = {
         'extends': False,
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.format_names',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
         ],
         'names': {},
@@ -172,6 +192,16 @@ NEEDS: dict[str, dict] = {
             'load_common_state_dict': ['checkpoint_dir'],
         },
     },
+    'megatron.core.dist_checkpointing.stored_checkpoint': {
+        'extends': False,
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
+            'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.format_names',
+            'megatron.core.dist_checkpointing.saved_arguments',
+        ],
+        'names': {},
+    },
     'megatron.core.dist_checkpointing.strategies.torch': {
         'extends': True,
         'overlay': ['megatron.core.dist_checkpointing.read_record'],
@@ -188,7 +218,11 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.unstored_state': {
         'extends': False,
-        'overlay': ['megatron.core.dist_checkpointing.checkpoint_keys'],
+        'overlay': [
+            'megatron.core.dist_checkpointing.checkpoint_keys',
+            'megatron.core.dist_checkpointing.format_names',
+            'megatron.core.dist_checkpointing.stored_checkpoint',
+        ],
         'names': {},
     },
     'megatron.core.dist_checkpointing.validation': {
@@ -406,12 +440,15 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.checkpoint_layout',
+            'megatron.core.dist_checkpointing.format_names',
             'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
             'megatron.core.dist_checkpointing.hybrid_checkpoint_interop',
             'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.dist_checkpointing.optimizer_load',
             'megatron.core.dist_checkpointing.read_record',
             'megatron.core.dist_checkpointing.saved_arguments',
             'megatron.core.dist_checkpointing.serialization',
+            'megatron.core.dist_checkpointing.stored_checkpoint',
             'megatron.core.dist_checkpointing.strategies.torch',
             'megatron.core.dist_checkpointing.unstored_state',
             'megatron.core.dist_checkpointing.validation',
@@ -444,6 +481,7 @@ NEEDS: dict[str, dict] = {
         'attributes': {},
         'parameters': {
             '_asks_for_others': ['sharded_state_dict', 'name', 'keys'],
+            '_decide': ['load', 'stored', 'args', 'model'],
             '_is_asked_for': ['name', 'load', 'sharded_state_dict', 'args'],
             '_kind': ['chunks'],
             '_load_base_checkpoint': [
@@ -487,6 +525,7 @@ NEEDS: dict[str, dict] = {
         'overlay': [
             'megatron.core.dist_checkpointing.checkpoint_keys',
             'megatron.core.dist_checkpointing.load_plan',
+            'megatron.core.dist_checkpointing.stored_checkpoint',
             'megatron.training.group_schedules',
         ],
         'names': {

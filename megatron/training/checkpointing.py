@@ -1,9 +1,7 @@
 """Amends upstream's ``load_checkpoint`` for GPT checkpoints in HybridModel runs, and the reverse.
 
-On 0.19 upstream itself points a hybrid run at a GPT checkpoint; what is amended there is how such a
-checkpoint is recognised, and that nothing which should have been read stays random. On 0.18, and
-for hybrid checkpoints in GPT runs, the steps are added around the functions that
-``load_checkpoint`` is made of.
+The steps are added around the functions that ``load_checkpoint`` is made of. From 0.19 on upstream
+has steps of its own for a GPT checkpoint in a hybrid run; it is left those for ``fsdp_dtensor``.
 """
 
 import copy
@@ -28,6 +26,13 @@ from megatron.core.dist_checkpointing.checkpoint_layout import (
 )
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    GPT,
+    HYBRID,
+    OTHER,
+    TORCH_DIST,
+)
 from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     GPTCompatLayerMaps,
     is_partly_read,
@@ -37,24 +42,12 @@ from megatron.core.dist_checkpointing.hybrid_checkpoint_interop import (
     is_pattern_of_gpt_layers,
     retarget_sharded_state_dict_to_hybrid_checkpoint,
 )
-from megatron.core.dist_checkpointing.load_plan import (
-    FSDP_DTENSOR,
-    GPT,
-    HYBRID,
-    LEGACY_REFUSAL,
-    OTHER,
-    TORCH_DIST,
-    StoredCheckpoint,
-    other_format_refusal,
-    plan_load,
-)
+from megatron.core.dist_checkpointing.load_plan import LEGACY_REFUSAL, plan_load
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.read_record import (
-    DTensorLoadPlanner,
-    Shard,
-    recording_reads,
-)
+from megatron.core.dist_checkpointing.optimizer_load import other_format_refusal
+from megatron.core.dist_checkpointing.read_record import DTensorLoadPlanner, Shard, recording_reads
 from megatron.core.dist_checkpointing.saved_arguments import arguments_in, saved_pattern
+from megatron.core.dist_checkpointing.stored_checkpoint import StoredCheckpoint
 from megatron.core.dist_checkpointing.unstored_state import (
     saved_without_optimizer,
     unstored_reason,
@@ -83,8 +76,6 @@ get_args, print_rank_0 = upstream.get_args, upstream.print_rank_0
 unwrap_model = upstream.unwrap_model
 # Upstream asks this module of torch's for the planner of `fsdp_dtensor`.
 default_planner = types.SimpleNamespace(DefaultLoadPlanner=DTensorLoadPlanner)
-
-_UPSTREAM_RETARGETS = hasattr(upstream, '_maybe_setup_gpt_to_hybrid_load')
 
 _DEFAULT_STRICTNESS = 'assume_ok_unexpected'
 
@@ -122,8 +113,7 @@ def load_checkpoint(
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
-            if _current_load.retarget is not None:
-                load_optimizer_when_finetuning(_current_load)
+            load_optimizer_when_finetuning(_current_load)
             own_schedule = not getattr(get_args(), 'use_checkpoint_opt_param_scheduler', False)
             if opt_param_scheduler is not None and not own_schedule:
                 # upstream's sets the groups' weight decay before it has the checkpoint's
@@ -184,8 +174,7 @@ def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, 
     if _kind(model) != OTHER:
         layout = _on_first_rank(lambda: read_checkpoint_layout(checkpoint_name))
     load.stored = StoredCheckpoint(layout, common, formats[ckpt_type], release, checkpoint_name)
-    if not _UPSTREAM_RETARGETS:
-        _maybe_setup_gpt_to_hybrid_load(args, load.stored.args, model)
+    _decide(load, load.stored, args, model)
 
 
 def _refuse_other_format(args, checkpoint_name: str, ckpt_type) -> None:
@@ -246,18 +235,12 @@ def _refuse_other_legacy(state_dict: dict, checkpoint_name: str, run: str) -> No
         raise RuntimeError(f'{directory}: {LEGACY_REFUSAL}.')
 
 
-def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
-    """Find out whether a GPT checkpoint goes into a hybrid run, or the reverse.
-
-    Returns:
-        For a GPT checkpoint the layer maps, and whether optimizer state is loaded;
-        ``(None, False)`` where upstream has nothing to do.
+def _decide(load: Load, stored: StoredCheckpoint, args, model) -> None:
+    """Make the plan, and tell those who start the run what it is.
 
     Raises:
         RuntimeError: the checkpoint can't go into the run; keys and arguments contradict.
     """
-    load = _current_load or Load(model, None, args)
-    stored = load.stored or StoredCheckpoint(None, {'args': ckpt_args})
     if _current_load is not None and load.optimizer is None:  # to generate, to export
         args = copy.copy(args)
         args.no_load_optim = True
@@ -268,10 +251,28 @@ def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
         print_rank_0(f'> {note}')
     if plan.source == HYBRID:
         load.retarget = retarget_sharded_state_dict_to_hybrid_checkpoint
-        return None, False
-    if plan.source == GPT and not _UPSTREAM_RETARGETS:
+    elif plan.source == GPT and stored.format == TORCH_DIST:
         load.retarget = retarget_sharded_state_dict_to_gpt_checkpoint
-    return plan.layer_maps, plan.load_optim
+
+
+def _maybe_setup_gpt_to_hybrid_load(args, ckpt_args, model):
+    """What upstream, from 0.19 on, is to do itself with a checkpoint of the other kind.
+
+    In a load that is to rename what is in ``fsdp_dtensor``, and nothing else.
+
+    Returns:
+        For a GPT checkpoint the layer maps, and whether optimizer state is loaded;
+        ``(None, False)`` where upstream has nothing to do.
+
+    Raises:
+        RuntimeError: as ``_decide``.
+    """
+    load = _current_load or Load(model, None, args)
+    if load.stored is None:  # nobody has looked at its keys
+        _decide(load, StoredCheckpoint(None, {'args': ckpt_args}), args, model)
+    if load.plan.source == HYBRID or (_current_load is not None and load.retarget is not None):
+        return None, False
+    return load.plan.layer_maps, load.plan.load_optim
 
 
 def _point_at_checkpoint(

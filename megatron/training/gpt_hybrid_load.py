@@ -9,8 +9,9 @@ import torch
 from megatron.core.dist_checkpointing.checkpoint_keys import is_extra_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.load_plan import LoadPlan, StoredCheckpoint
+from megatron.core.dist_checkpointing.load_plan import LoadPlan
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.stored_checkpoint import StoredCheckpoint
 from megatron.training.group_schedules import stored_groups, take_schedule
 
 _MOMENTS = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
@@ -25,8 +26,8 @@ class Load:
         changes: what is set on model and optimizer for the call, and put back after it.
         stored: the checkpoint, then.
         plan: what is done with it.
-        retarget: points the run's state at a checkpoint of the other kind; None where upstream
-            does so.
+        retarget: points the run's state at a checkpoint of the other kind; None where there is
+            none, and for ``fsdp_dtensor``, where upstream does so.
         loaded: the state dict that came back.
     """
 
@@ -153,7 +154,6 @@ def make_lists_again(state: dict, paths: list[tuple]) -> None:
 
 
 def load_optimizer_when_finetuning(load: Load) -> None:
-    """Load what upstream leaves alone under ``--finetune``, but for 0.19 and a GPT checkpoint."""
-    if load.plan.load_optim and load.loaded is not None and load.args.finetune:
-        take_schedule(stored_groups(load.loaded['optimizer']), load.optimizer.param_groups)
+    """Load what upstream leaves alone under ``--finetune``, where it doesn't retarget itself."""
+    if load.retarget and load.plan.load_optim and load.loaded is not None and load.args.finetune:
         load.optimizer.load_state_dict(load.loaded['optimizer'])

@@ -28,6 +28,7 @@ from .checkpoint_keys import (
     parse_key,
     without_shard,
 )
+from .format_names import GPT, HYBRID, OTHER
 from .key_arguments import arguments_behind
 from .read_record import Shard
 
@@ -199,7 +200,7 @@ def check_sources(
             agreed = agreed.cuda()
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
     *unread, complete = agreed.tolist()
-    layers = '--hybrid-layer-pattern' if layout.family == 'gpt' else '--num-layers'
+    layers = '--hybrid-layer-pattern' if layout.family == GPT else '--num-layers'
     if missing:
         raise CheckpointingException(
             f'{missing[0]}: the model needs it and the checkpoint does not have it '
@@ -249,22 +250,22 @@ def _family(
 ) -> tuple[str, str]:
     for key, own in of_model.items():
         if own.name.startswith('decoder.final_norm.'):
-            return 'hybrid', key
+            return HYBRID, key
         if own.name.startswith('decoder.final_layernorm.'):
-            return 'gpt', key
+            return GPT, key
     for key, own in layers.items():
         if own.part.startswith('mixer.'):
-            return 'hybrid', key
+            return HYBRID, key
         if not indexed:
             # Only TransformerBlock stacks its layers along an axis.
-            return 'gpt', key
+            return GPT, key
     blocks: dict[int | None, dict[str, str]] = {}
     for key, own in layers.items():
         blocks.setdefault(own.layer, {})[own.part.partition('.')[0]] = key
     for parts in blocks.values():
         if {'self_attention', 'mlp'} <= parts.keys():
-            return 'gpt', parts['mlp']
-    return 'other', ''
+            return GPT, parts['mlp']
+    return OTHER, ''
 
 
 def _mlp_kinds(layers: Iterable[Key], num_layers: int) -> dict[int, str]:

@@ -5,10 +5,8 @@ pure data.
 """
 
 import inspect
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import PurePath
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,35 +17,15 @@ import megatron_overlay
 from megatron_overlay._guard import Upstream
 
 from . import gpt_checkpoint_interop as interop
-from .checkpoint_keys import FP32_PARAM, PARAM, parse_key
 from .checkpoint_layout import CheckpointLayout
+from .format_names import FSDP_DTENSOR, GPT, HYBRID, OTHER, PLAIN, TORCH_DIST
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
 from .key_arguments import LEGACY_WAY_OUT
 from .mamba_from_attention import WARM_START, with_warm_start
-from .saved_arguments import (
-    arguments_in,
-    contradiction,
-    effective,
-    other_functions,
-    other_weights,
-    saved_pattern,
-)
-from .unstored_state import saved_without_optimizer, unstored_reason, unstored_state
-
-GPT, HYBRID, OTHER = 'gpt', 'hybrid', 'other'
-TORCH_DIST, FSDP_DTENSOR = 'torch_dist', 'fsdp_dtensor'
-# Optimizer state by parameter, of an optimizer that isn't distributed, or distributed by layers.
-PLAIN = 'plain'
-# Formats of the distributed optimizer that store state by parameter, and that a run can ask for.
-MODEL_SPACE_FORMATS = ('fully_reshardable',)
-IN_BUCKETS = 'dp_reshardable'  # core's default
-FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
-# What `megatron-convert-optimizer` makes one of the former of.
-CONVERTED_FORMATS = {
-    IN_BUCKETS: 'which belongs to the layout that saved it',
-    FLATTENED: 'which megatron-core loads up to 0.15 only',
-}
+from .optimizer_load import conversion_command, conversion_refusal, optimizer_verdict
+from .saved_arguments import contradiction, effective, other_functions, other_weights, saved_pattern
+from .stored_checkpoint import StoredCheckpoint, stored_optimizer_format
 
 LEGACY_REFUSAL = (
     f'legacy torch checkpoints are not translated between GPT and hybrid; {LEGACY_WAY_OUT}'
@@ -61,30 +39,6 @@ NORMS_IN_ATTENTION = (
 _FSDP_TRANSLATES = Upstream(megatron_overlay.finder.upstream_spec).exists(
     'megatron.core.dist_checkpointing.gpt_checkpoint_interop'
 )  # megatron-core from 0.19 on
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """What is known of a checkpoint.
-
-    Attributes:
-        layout: as its keys tell; None where they aren't looked at.
-        common: its common state; of that, ``args`` and ``content_metadata`` may be missing.
-        format: ``torch_dist`` or another name of ``--ckpt-format``.
-        release: it is a release, of which nothing but weights is loaded.
-        directory: of its iteration, for messages; may be empty.
-    """
-
-    layout: CheckpointLayout | None
-    common: Mapping[str, Any] = field(default_factory=dict)
-    format: str = TORCH_DIST
-    release: bool = False
-    directory: str = ''
-
-    @property
-    def args(self) -> Any:
-        """Saved arguments; without any where the checkpoint has none."""
-        return arguments_in(self.common)
 
 
 @dataclass(frozen=True)
@@ -125,7 +79,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     try:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
-            return LoadPlan(optimizer_refusal=_to_be_converted(stored, args))
+            return LoadPlan(optimizer_refusal=conversion_refusal(stored, args))
         if torch_refusal():
             raise _RefusedError(torch_refusal())
         if source == GPT:
@@ -135,7 +89,7 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
             _refuse_other_weights(stored, args)
     except _RefusedError as reason:
         return LoadPlan(refusal=str(reason))
-    load_optim, optimizer_refusal = _optimizer(stored, args)
+    load_optim, optimizer_refusal = optimizer_verdict(stored, args)
     whether = 'is loaded' if load_optim else 'starts fresh'
     return LoadPlan(
         source=source,
@@ -187,61 +141,6 @@ def any_run(stored: StoredCheckpoint, **arguments: Any) -> SimpleNamespace:
     )
     kind = stored_optimizer_format(stored)
     return SimpleNamespace(**saved | own | {'use_distributed_optimizer': kind != PLAIN} | arguments)
-
-
-def is_layer_wise(args: Any) -> bool:
-    """Whether the optimizer is distributed by layers.
-
-    Megatron sets this instead of ``use_distributed_optimizer`` for Muon and the like.
-    """
-    return getattr(args, 'use_layer_wise_distributed_optimizer', False) is True
-
-
-def needs_undistributed_optimizer(stored: StoredCheckpoint) -> bool:
-    """Whether the stored state goes into a run without ``--use-distributed-optimizer`` only."""
-    return stored_optimizer_format(stored) == PLAIN and not is_layer_wise(stored.args)
-
-
-def stored_optimizer_format(stored: StoredCheckpoint) -> str:
-    """Sharding type of the distributed optimizer's state, ``'plain'`` for another's, or ``'none'``.
-
-    The keys decide where the content metadata, which isn't there in older checkpoints, can be
-    wrong: an optimizer that is distributed by layers stores its state by parameter in any format.
-    """
-    layout, content = stored.layout, stored.common.get('content_metadata')
-    content = content if isinstance(content, Mapping) else {}
-    if layout is not None and not layout.has_optimizer:
-        return 'none'
-    if stored.format != TORCH_DIST:
-        return stored.format
-    found = content.get('distrib_optim_sharding_type')
-    if not isinstance(found, str) or not found:
-        found = '' if layout is None else _format_by_keys(layout)
-        distributed = getattr(stored.args, 'use_distributed_optimizer', False) is True
-        if not found and not content and distributed:
-            # Upstream's rule for them.
-            full = getattr(stored.args, 'ckpt_fully_parallel_save', False) is True
-            found = FLATTENED if full else 'dp_zero_gather_scatter'
-        return found or PLAIN
-    in_buckets = layout is None or layout.optimizer_in_buckets
-    return PLAIN if found == IN_BUCKETS and not in_buckets else found
-
-
-def _format_by_keys(layout: CheckpointLayout) -> str:
-    """The format where keys show it; empty where they don't.
-
-    Main parameters by weight are ``param`` since `fully_reshardable`. Without content metadata
-    upstream takes that for its forerunner, whose ``fp32_param`` an optimizer that isn't
-    distributed has as well, but in the weight's own shape.
-    """
-    if layout.optimizer_in_buckets:
-        return IN_BUCKETS
-    for name, size in layout.sizes.items():
-        key = parse_key(name)
-        flattened = len(size) > len(layout.sizes.get(key.weight, size))
-        if key.state == PARAM or (key.state == FP32_PARAM and flattened):
-            return FLATTENED
-    return ''
 
 
 def _family(stored: StoredCheckpoint, run: str) -> str:
@@ -380,104 +279,6 @@ def _hybrid_into_gpt(
         f'hybrid checkpoint into a GPT model: its attention and MLP layers feed {layers} GPT layers'
     )
     return layer_maps, [announced, *_another_order(layer_maps, hybrid_checkpoint_pattern(layout))]
-
-
-def _optimizer(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
-    """Whether the optimizer's state is loaded, and what is in the way of that."""
-    if args.no_load_optim or stored.release:
-        return False, ''
-    has_optimizer = stored.layout is None or stored.layout.has_optimizer
-    if not has_optimizer or saved_without_optimizer(stored):
-        return False, '' if args.finetune else unstored_reason(unstored_state(stored))
-    kind = stored_optimizer_format(stored)
-    if stored.layout is None or stored.format != TORCH_DIST:
-        return True, ''
-    distributed = args.use_distributed_optimizer or is_layer_wise(args)
-    if kind in MODEL_SPACE_FORMATS and not distributed:
-        return True, (
-            f'The optimizer state of the checkpoint is {kind!r}: pass --use-distributed-optimizer '
-            f'to load it, or --no-load-optim.'
-        )
-    if kind == PLAIN and args.use_distributed_optimizer:
-        return True, (
-            'The optimizer state of the checkpoint is that of an optimizer which is not '
-            'distributed: leave out --use-distributed-optimizer to load it, or pass '
-            '--no-load-optim.'
-        )
-    if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
-        return True, _convert(stored, kind, CONVERTED_FORMATS[kind])
-    if kind not in (PLAIN, *MODEL_SPACE_FORMATS):
-        return True, (
-            f'The optimizer state of the checkpoint is {kind!r}; between GPT and hybrid only '
-            f'{" or ".join(MODEL_SPACE_FORMATS)} can be read. Save it again with '
-            f'--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable, or pass '
-            f'--no-load-optim.'
-        )
-    return True, ''
-
-
-def _to_be_converted(stored: StoredCheckpoint, args: Any) -> str:
-    """Why optimizer state goes into the run after a conversion only; empty where it does without.
-
-    In buckets it goes into runs of the same TP and PP size.
-    """
-    if (
-        stored.release
-        or stored.format != TORCH_DIST
-        or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
-        or saved_without_optimizer(stored)
-        or not getattr(args, 'use_distributed_optimizer', False)
-        or is_layer_wise(stored.args)
-    ):
-        return ''
-    kind = stored_optimizer_format(stored)
-    if kind == FLATTENED:
-        return _convert(stored, kind, CONVERTED_FORMATS[kind])
-    sizes = ('tensor_model_parallel_size', 'pipeline_model_parallel_size')
-    saved, own = ([getattr(of, name, None) for name in sizes] for of in (stored.args, args))
-    if kind != IN_BUCKETS or saved == own or None in saved + own:
-        return ''
-    why = f'saved with TP {saved[0]} and PP {saved[1]}, and the run has TP {own[0]} and PP {own[1]}'
-    return _convert(stored, kind, why)
-
-
-def _convert(stored: StoredCheckpoint, kind: str, why: str) -> str:
-    return (
-        f'The optimizer state of the checkpoint is {kind!r}, {why}. Convert it and load the '
-        f'result: {conversion_command(stored.directory)}; or pass --no-load-optim.'
-    )
-
-
-def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
-    """What makes optimizer state of `CONVERTED_FORMATS` load into any layout.
-
-    Args:
-        directory: of the checkpoint's iteration; where empty, the command has no paths.
-        to: the format that is wanted.
-    """
-    path = PurePath(directory)
-    root = path.parent if path.name.startswith('iter_') else path
-    kind = 'fully-reshardable' if to == TORCH_DIST else 'fsdp-dtensor'
-    source, target = (directory, f'{root}-{kind}') if directory else ('DIR', 'OUT')
-    return (
-        f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
-        f'--save-dir {shlex.quote(target)}' + ('' if to == TORCH_DIST else f' --to {to}')
-    )
-
-
-def other_format_refusal(stored: str, wanted: str, directory: str) -> str:
-    """Why a run that loads one of ``torch_dist`` and ``fsdp_dtensor`` can't take the other.
-
-    Args:
-        stored: format of the checkpoint.
-        wanted: the one that the run loads.
-        directory: of the checkpoint's iteration.
-    """
-    loaders = 'runs with' if stored == FSDP_DTENSOR else 'runs without'
-    return (
-        f'{directory}: a {stored} checkpoint, which {loaders} --use-megatron-fsdp load. Convert it '
-        f'and load the result: {conversion_command(directory, wanted)}'
-    )
 
 
 def _another_order(layer_maps: GPTCompatLayerMaps, pattern: str) -> Iterator[str]:

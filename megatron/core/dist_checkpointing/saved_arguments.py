@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .checkpoint_layout import CheckpointLayout
+from .format_names import GPT, HYBRID
 from .hybrid_checkpoint_interop import hybrid_checkpoint_pattern
 
 # These say how the elements of attention weights are arranged, which no shape shows.
@@ -78,16 +79,16 @@ def contradiction(saved: Any, layout: CheckpointLayout) -> str | None:
     name, pattern = next(iter(patterns.items()), ('', ''))
     other = next((p for p in patterns.values() if _main(p) != _main(pattern)), None)
     shown = f'its key {layout.evidence!r} is of a {layout.family} model'
-    if layout.family == 'hybrid' and other:
+    if layout.family == HYBRID and other:
         said = f'have the hybrid layer patterns {pattern!r} and {other!r}'
-    elif layout.family == 'hybrid' and pattern:
+    elif layout.family == HYBRID and pattern:
         by_keys = hybrid_checkpoint_pattern(layout)
         if _may_be(_main(pattern), by_keys):
             return None
         said, shown = f'have the {name} {pattern!r}', f'its keys are of layers {by_keys!r}'
-    elif layout.family == 'gpt' and pattern:
+    elif layout.family == GPT and pattern:
         said = f'have the hybrid layer pattern {pattern!r}'
-    elif layout.family == 'gpt' and num_layers is not None and not _may_have(num_layers, layout):
+    elif layout.family == GPT and num_layers is not None and not _may_have(num_layers, layout):
         said = f'say {num_layers!r:.99} layers'
         shown = f'its key {layout.evidence!r} and others are of {layout.num_layers}'
     else:

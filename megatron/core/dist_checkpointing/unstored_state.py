@@ -5,12 +5,10 @@ megatron-core without this package stores those that there are.
 """
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
 from .checkpoint_keys import OPTIMIZER, PARAM, RNG, is_in_buckets, kind_of
-
-if TYPE_CHECKING:
-    from .load_plan import StoredCheckpoint
+from .format_names import TORCH_DIST
+from .stored_checkpoint import StoredCheckpoint
 
 # by its name in the run's state dict
 _OPTIONS = {OPTIMIZER: '--no-load-optim', RNG: '--no-load-rng'}
@@ -19,7 +17,7 @@ NO_RNG = 'no random state'
 NO_MOMENTS = "no moments in its optimizer state, saved before the optimizer's first step"
 
 
-def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
+def unstored_state(stored: StoredCheckpoint) -> dict[str, str]:
     """What of the state that runs ask for by default isn't there, in words, by its name.
 
     Args:
@@ -30,7 +28,7 @@ def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
         return {}
     if saved_without_optimizer(stored) or (layout is not None and not layout.has_optimizer):
         found[OPTIMIZER] = NO_OPTIMIZER
-    if layout is None or stored.format != 'torch_dist':
+    if layout is None or stored.format != TORCH_DIST:
         return found
     in_buckets = {key.rpartition('.')[2] for key in layout.keys if is_in_buckets(key)}
     if in_buckets == {PARAM} and getattr(stored.args, 'optimizer', None) == 'adam':
@@ -42,7 +40,7 @@ def unstored_state(stored: 'StoredCheckpoint') -> dict[str, str]:
     return found
 
 
-def saved_without_optimizer(stored: 'StoredCheckpoint') -> bool:
+def saved_without_optimizer(stored: StoredCheckpoint) -> bool:
     """Whether the checkpoint's arguments say that its optimizer was left out."""
     return getattr(stored.args, 'no_save_optim', False) is True
 

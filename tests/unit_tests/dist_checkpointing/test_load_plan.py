@@ -6,11 +6,10 @@ from argparse import Namespace
 import pytest
 from megatron.core.dist_checkpointing import load_plan
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
-from megatron.core.dist_checkpointing.load_plan import (
+from megatron.core.dist_checkpointing.load_plan import any_run, plan_load
+from megatron.core.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
-    any_run,
     needs_undistributed_optimizer,
-    plan_load,
     stored_optimizer_format,
 )
 

@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from megatron.core.dist_checkpointing.load_plan import StoredCheckpoint, any_run, plan_load
+from megatron.core.dist_checkpointing.load_plan import any_run, plan_load
 from megatron.core.dist_checkpointing.mamba_from_attention import with_warm_start
+from megatron.core.dist_checkpointing.stored_checkpoint import StoredCheckpoint
 from megatron.training.arguments import add_megatron_arguments
 
 from tests.cpu_megatron.mamba_reference import rms_norm_gated

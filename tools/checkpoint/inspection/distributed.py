@@ -11,11 +11,12 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     kind_of,
 )
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID
+from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
     stored_optimizer_format,
 )
-from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     unstored_options,
     unstored_state,
@@ -103,7 +104,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
-            (uses.hybrid_into_gpt if layout.family == 'hybrid' else uses.gpt_into_hybrid)(stored),
+            (uses.hybrid_into_gpt if layout.family == HYBRID else uses.gpt_into_hybrid)(stored),
             uses.resume(stored, report),
         ],
     )

@@ -9,17 +9,18 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_metadata,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID
 from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import GPTCompatLayerMaps
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
-    GPT,
-    HYBRID,
     LEGACY_REFUSAL,
     LoadPlan,
-    StoredCheckpoint,
     any_run,
     in_place_of_attention,
-    needs_undistributed_optimizer,
     plan_load,
+)
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
+    StoredCheckpoint,
+    needs_undistributed_optimizer,
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (

@@ -10,6 +10,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_keys,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import NO_STATE
 from megatron_overlay.standalone.dist_checkpointing.load_plan import LEGACY_REFUSAL
 
 from ..common.directory import LEGACY, FoundCheckpoint
@@ -120,7 +121,7 @@ def _optimizer(files: Mapping[Path, MappedFile]) -> OptimizerState:
     states = [file.state['optimizer'] for file in files.values() if file.state.get('optimizer')]
     beside = {other.name for path in files for other in path.parent.iterdir()} - {FILE_NAME}
     separate = sorted(name for name in beside if 'optim' in name)
-    format_ = IN_RANK_FILES if states else 'none'
+    format_ = IN_RANK_FILES if states else NO_STATE
     return OptimizerState(separate[0] if separate else format_, None, _amounts(states))
 
 
@@ -176,7 +177,7 @@ def _resume(optimizer: OptimizerState, side: Side) -> Use:
         side.shards(side.stages, side.tensor_size)
     except CheckpointError as error:
         return Use(uses.RESUME, False, str(error))
-    if optimizer.format == 'none':
+    if optimizer.format == NO_STATE:
         return Use(uses.RESUME, False, 'no optimizer state; load with --no-load-optim')
     sizes = 'TP, PP, VPP and EP' + ('' if optimizer.format == IN_RANK_FILES else ', and DP')
     return Use(uses.RESUME, True, f'with the same {sizes}')

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from ..common.directory import LEGACY
+from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, NO_STATE, OTHER
+
 from ..common.progress import format_bytes
 from ..common.stdout import printable
 from .compare import Comparison
@@ -65,7 +66,7 @@ def _model(model: ModelSummary) -> str:
 
 
 def _model_parts(model: ModelSummary) -> Iterator[str]:
-    if model.family == 'other':
+    if model.family == OTHER:
         yield 'neither GPT nor hybrid by its keys'
         return
     stored = 'along an axis' if model.stored_by == 'axis' else 'by index in the key'
@@ -101,7 +102,7 @@ def _amounts(amounts: Mapping[str, Amount]) -> str:
 
 def _optimizer(summary: CheckpointSummary) -> str:
     state = summary.optimizer
-    if state.format == 'none':
+    if state.format == NO_STATE:
         return 'none'
     parts = [state.format]
     if state.steps is not None:

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import OPTIMIZER, parse_position
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
-from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
     FLATTENED,
+    FULLY_RESHARDABLE,
+    IN_BUCKETS,
+    PLAIN,
+)
+from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
+from megatron_overlay.standalone.dist_checkpointing.optimizer_load import conversion_command
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
-    conversion_command,
     is_layer_wise,
     stored_optimizer_format,
 )
@@ -43,7 +48,7 @@ class ResumeReport:
     Attributes:
         checkpoint_dir: the directory of one iteration.
         iteration: as stored; None where it isn't.
-        sharding_type: the optimizer's format; 'none' without optimizer state, 'plain' for
+        sharding_type: the optimizer's format; ``none`` without optimizer state, ``plain`` for
             an optimizer that isn't distributed.
         steps: Adam's step counts, in the parameter groups or common to all parameters.
         leaked_steps: number of values of per-parameter state in the common state.
@@ -76,7 +81,7 @@ class ResumeReport:
     @property
     def in_buckets(self) -> bool:
         """Whether the format follows the distributed optimizer's buckets."""
-        return self.sharding_type == 'dp_reshardable'
+        return self.sharding_type == IN_BUCKETS
 
 
 def read_resume_report(checkpoint: str | Path) -> ResumeReport:
@@ -259,7 +264,7 @@ def _with_overlay(report: ResumeReport) -> list[str]:
     if report.sharding_type == FLATTENED:
         command = conversion_command(str(report.checkpoint_dir))
         return [f'{FLATTENED} is loaded by megatron-core up to 0.15 only; first: {command}']
-    if report.sharding_type not in ('dp_reshardable', 'fully_reshardable', 'plain'):
+    if report.sharding_type not in (IN_BUCKETS, FULLY_RESHARDABLE, PLAIN):
         return [f'{report.sharding_type} is left to megatron-core']
     lines = ['no step is stored: bias correction starts again, all else goes on']
     if report.steps:
@@ -279,7 +284,7 @@ def _stock(report: ResumeReport) -> list[str]:
         if report.offload_fraction is None:
             return ['as above']
         return ['offloaded fp32 parameters step from their fresh values, not from the weights']
-    if report.layer_wise or report.sharding_type not in ('dp_reshardable', 'fully_reshardable'):
+    if report.layer_wise or report.sharding_type not in (IN_BUCKETS, FULLY_RESHARDABLE):
         return ['as above']
     if report.leaked_steps:
         return ['refused: duplicate values, or lists of different lengths, in the common state']

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE, CheckpointLayout
+from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID
 from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop import (
     hybrid_checkpoint_pattern,
 )
@@ -72,7 +73,7 @@ class ModelSummary:
             evidence=layout.evidence,
             layers=layout.num_layers,
             stored_by='index' if layout.indexed else 'axis',
-            pattern=hybrid_checkpoint_pattern(layout) if layout.family == 'hybrid' else None,
+            pattern=hybrid_checkpoint_pattern(layout) if layout.family == HYBRID else None,
             dense=len(kinds) - kinds.count(MOE),
             moe=kinds.count(MOE),
             latent_attention=layout.latent_attention,

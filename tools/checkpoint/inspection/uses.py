@@ -3,21 +3,21 @@
 from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE
+from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, GPT, HYBRID
 from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import REPLACE_ATTENTION
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
-    FSDP_DTENSOR,
-    GPT,
-    HYBRID,
     NORMS_IN_ATTENTION,
     LoadPlan,
-    StoredCheckpoint,
     any_run,
-    conversion_command,
     has_norms_in_attention,
-    needs_undistributed_optimizer,
     plan_load,
-    stored_optimizer_format,
     torch_refusal,
+)
+from megatron_overlay.standalone.dist_checkpointing.optimizer_load import conversion_command
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
+    StoredCheckpoint,
+    needs_undistributed_optimizer,
+    stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     OPTIMIZER,

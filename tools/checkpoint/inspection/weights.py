@@ -18,10 +18,13 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     parse_key,
 )
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.load_plan import (
+from megatron_overlay.standalone.dist_checkpointing.format_names import NO_STATE
+from megatron_overlay.standalone.dist_checkpointing.optimizer_load import (
     CONVERTED_FORMATS,
-    StoredCheckpoint,
     conversion_command,
+)
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
+    StoredCheckpoint,
     is_layer_wise,
     stored_optimizer_format,
 )
@@ -161,7 +164,7 @@ def _why_nothing_to_compare(directory: Path, metadata: Metadata) -> str:
     common = read_common_state(directory, metadata)
     stored = StoredCheckpoint(layout_from_metadata(metadata), common)
     kind = stored_optimizer_format(stored)
-    if kind == 'none':
+    if kind == NO_STATE:
         return f'{NO_OPTIMIZER}, and so no main parameters to compare with the weights'
     if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
         return (

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.load_plan import conversion_command
+from megatron.core.dist_checkpointing.optimizer_load import conversion_command
 
 from tests.cpu_megatron.torchrun import two_at_once
 from tests.cpu_megatron.whole_checkpoint import read_tensors
