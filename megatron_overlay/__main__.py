@@ -68,7 +68,7 @@ def _role(name: str, upstream: Upstream, left_out: dict[str, str]) -> str:
         return f'absent    {name}: megatron-core came without {package}'
     if name in left_out:
         return f'out       {name}: {left_out[name]}'
-    if NEEDS[name]['extends']:
+    if 'extends' in NEEDS[name]:
         return f'extends   {name}'
     return f'replaces  {name}' if upstream.exists(name) else f'adds      {name}'
 

@@ -31,9 +31,7 @@ def left_out(
     upstream = Upstream(spec_of)
     # What lies in a package that upstream doesn't come with can't be imported anyway.
     known = {
-        name: NEEDS.get(name, {'extends': False, 'overlay': [], 'names': {}})
-        for name in modules
-        if upstream.exists(name.rpartition('.')[0])
+        name: NEEDS.get(name, {}) for name in modules if upstream.exists(name.rpartition('.')[0])
     }
     there = {name for name in modules if upstream.exists(name)}
     out = dict(failed or {})
@@ -41,11 +39,17 @@ def left_out(
         reason = next(_unmet(upstream, name, needs), None)
         if reason:
             out.setdefault(name, reason)
-    depends = {name: set(needs['overlay']) for name, needs in known.items()}
+    depends = {
+        name: {
+            name.rpartition('.')[0] + other if other.startswith('.') else other
+            for other in needs.get('overlay', ())
+        }
+        for name, needs in known.items()
+    }
     for name, needs in known.items():
         # Where the overlay's goes over a module that this one imports, upstream imports it too.
-        for imported in there.intersection(needs['overlay'] if needs['extends'] else ()):
-            if imported in known and not known[imported]['extends']:
+        for imported in there & depends[name] if 'extends' in needs else ():
+            if imported in known and 'extends' not in known[imported]:
                 depends[imported].add(name)
     todo = [(name, f'depends on {name}: {reason}') for name, reason in out.items()]
     while todo:
@@ -58,7 +62,7 @@ def left_out(
 
 
 def _unmet(upstream: 'Upstream', module: str, needs: dict) -> Iterator[str]:
-    for source, names in needs['names'].items():
+    for source, names in needs.get('names', {}).items():
         there = upstream.exists(source) if source != module else upstream.scan(source) is not None
         if not there:
             yield f'there is no module {source}'
@@ -69,19 +73,21 @@ def _unmet(upstream: 'Upstream', module: str, needs: dict) -> Iterator[str]:
         for cls, names in needs.get(kind, {}).items():
             for name in sorted(set(names) - find(module, cls) if names else ()):
                 yield f'{module}.{cls} has no {name}'
-    for name, parameters in needs.get('parameters', {}).items():
+    for function in needs.get('functions', ()):
+        name, _, parameters = function.removesuffix(')').partition('(')
         functions = upstream.functions(module, name)
         if functions and not any(takes(parameters, code) for code in functions):
             yield f'{module}.{name} takes other parameters: {", ".join(_positional(functions[0]))}'
 
 
-def takes(own: list[str], code: CodeType) -> bool:
+def takes(parameters: str, code: CodeType) -> bool:
     """Whether a function of the overlay can stand where upstream has the function ``code``.
 
     Args:
-        own: parameters, such as ``['self', 'closure=', '*args', '**kwargs']``.
+        parameters: its own, such as ``self, closure=, *args, **kwargs``.
         code: upstream's.
     """
+    own = parameters.split(', ') if parameters else []
     stars = [name for name in own if name.startswith('*')]
     split = own.index(stars[0]) if stars else len(own)
     positional, keywords = own[:split], {name.rstrip('=') for name in own[split:]}

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.optimizer.optimizer import (  # type: ignore[attr-defined]
+    group_identity,
+    group_rates,
     param_group_identifier_keys,
 )
 
@@ -37,11 +39,12 @@ def settle_schedules(state_dict: dict[str, Any], optimizer, args) -> None:
 def take_schedule(groups, others: list[dict]) -> None:
     """Give each group what the others of its kind have, where those have the same."""
     for group in groups:
-        of_its_kind = [other for other in others if _kind(other) == _kind(group)]
+        kind = group_identity(group, _KIND)
+        of_its_kind = [other for other in others if group_identity(other, _KIND) == kind]
         for alike in (
             of_its_kind,
-            [other for other in of_its_kind if _is_default(other) == _is_default(group)],
-            [other for other in of_its_kind if _rates(other) == _rates(group)],
+            [o for o in of_its_kind if o.get('default_config') == group.get('default_config')],
+            [o for o in of_its_kind if group_rates(o) == group_rates(group)],
         ):
             schedules = {
                 tuple((name, each[name]) for name in _SCHEDULE if name in each) for each in alike
@@ -62,15 +65,3 @@ def stored_groups(state: Any) -> Iterator[dict]:
     else:
         for part in state.values():
             yield from stored_groups(part)
-
-
-def _is_default(group: dict) -> Any:
-    return group.get('default_config')
-
-
-def _rates(group: dict) -> tuple:
-    return group.get('max_lr'), group.get('min_lr')
-
-
-def _kind(group: dict) -> tuple:
-    return tuple(group.get(key, group.get(f'pre_{key}')) for key in _KIND)

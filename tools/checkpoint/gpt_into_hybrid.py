@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         return complain(reason)
     import_quickly('torch.distributed.checkpoint')
-    from .inspection.gpt_into_hybrid import report
+    from .inspection.gpt_into_hybrid import dry_run
 
-    return report(**vars(options))
+    return dry_run(**vars(options))
 
 
 def _with_pattern_last(argv: Sequence[str]) -> list[str]:

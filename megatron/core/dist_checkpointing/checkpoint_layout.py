@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_overlay.errors import CheckpointingException
@@ -30,7 +29,7 @@ from .checkpoint_keys import (
 )
 from .format_names import GPT, HYBRID, OTHER
 from .key_arguments import arguments_behind
-from .read_record import Shard
+from .read_record import Shard, on_any_rank
 
 if __name__.startswith('megatron.'):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -183,9 +182,6 @@ def check_sources(
         for key in layout.keys
         if key.startswith(prefixes) and not is_extra_state(key) and not may_be_unread(key)
     )
-    unread = torch.tensor(
-        [key not in requested for key in weights], dtype=torch.uint8, device='cpu'
-    )
     other_shapes = [
         entry
         for entry in entries
@@ -193,13 +189,9 @@ def check_sources(
         and not entry.allow_shape_mismatch
         and tuple(entry.global_shape) != tuple(layout.sizes[entry.key])
     ]
-    failed = torch.tensor([not missing and not other_shapes], dtype=torch.uint8, device='cpu')
-    agreed = torch.cat([unread, failed])
-    if torch.distributed.is_initialized():
-        if torch.distributed.get_backend() == 'nccl':
-            agreed = agreed.cuda()
-        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
-    *unread, complete = agreed.tolist()
+    *read, failed = on_any_rank(
+        [*(key in requested for key in weights), bool(missing or other_shapes)]
+    )
     layers = '--hybrid-layer-pattern' if layout.family == GPT else '--num-layers'
     if missing:
         raise CheckpointingException(
@@ -214,9 +206,9 @@ def check_sources(
             f'entries). Give the run the sizes of the one that saved it, such as --hidden-size, '
             f'--ffn-hidden-size, --num-experts or --max-position-embeddings.'
         )
-    if not complete:
+    if failed:
         raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
-    left_out = [key for key, is_unread in zip(weights, unread, strict=True) if is_unread]
+    left_out = [key for key, is_read in zip(weights, read, strict=True) if not is_read]
     if left_out:
         raise CheckpointingException(
             f'{left_out[0]}: the checkpoint has it and nothing in the model reads it '

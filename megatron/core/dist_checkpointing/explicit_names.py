@@ -4,19 +4,16 @@ There a parameter's flattened key is its place in the state dict (``model``, ``o
 ``optimizer.0.param_to_group_meta``), then the ``module.`` of each wrapper, then its name.
 """
 
-import bisect
-import itertools
+import re
 from collections.abc import Iterable
-from functools import cached_property
 
 from .checkpoint_keys import parse_key
+
+_WRAPPERS = re.compile(r'(?<![^.])(?:module\.)*\Z')
 
 
 class CheckpointNames:
     """Finds out how deeply the parameters of a checkpoint were wrapped.
-
-    Looking up a name takes constant time where it is a key or the level above one, as most are,
-    and a binary search where there are further levels between.
 
     Attributes:
         keys: the checkpoint's flattened keys.
@@ -25,14 +22,15 @@ class CheckpointNames:
     def __init__(self, keys: Iterable[str], place: str = ''):
         """Take the flattened keys, of which those of interest begin with ``place``."""
         self.keys = frozenset(keys)
+        self._known = _with_levels_above(self.keys)
         start = f'{place}.' if place else ''
         # What the pattern looks at ends before a model's layers, and is the same for most keys.
         heads = {''.join(key.partition('.layers.')[:2]) for key in self.keys}
         self._places, self._prefixes = set(), set()
         for before in {parse_key(head).prefix for head in heads if head.startswith(start)}:
-            place, prefix = _before_wrappers(before)
-            self._places.add(place)
-            self._prefixes.add(prefix)
+            before_wrappers = _WRAPPERS.sub('', before, count=1)
+            self._places.add(before_wrappers)
+            self._prefixes.add(before.removeprefix(before_wrappers))
 
     def prefixes(self, name: str, place: str | None = None) -> dict[str, str]:
         """The ``module.`` prefixes that ``name`` is stored under, with the whole names.
@@ -42,39 +40,27 @@ class CheckpointNames:
             place: the name's place in the flattened keys; None looks in all of them.
         """
         places = self._places if place is None else {f'{place}.' if place else ''}
-        found = {}
-        for start in places:
-            for prefix in self._prefixes:
-                whole = f'{start}{prefix}{name}'
-                if self._has(whole):
-                    found[prefix] = whole
-        return found
+        return {
+            prefix: whole
+            for start in places
+            for prefix in self._prefixes
+            if (whole := f'{start}{prefix}{name}') in self._known
+        }
 
     def nearest(self, key: str) -> str:
         """What the checkpoint has in place of ``key``, in words."""
         alike = [
-            other for other in self._sorted_keys if f'.{key}'.endswith(f'.{parse_key(other).name}')
+            other for other in sorted(self.keys) if f'.{key}'.endswith(f'.{parse_key(other).name}')
         ]
         return ' and '.join(alike[:3]) if alike else f'{len(self.keys)} other keys'
 
-    def _has(self, name: str) -> bool:
-        if name in self.keys or name in self._parents:
-            return True
-        below = f'{name}.'
-        position = bisect.bisect_left(self._sorted_keys, below)
-        return position < len(self._sorted_keys) and self._sorted_keys[position].startswith(below)
 
-    @cached_property
-    def _parents(self) -> frozenset[str]:
-        return frozenset(key.rpartition('.')[0] for key in self.keys)
-
-    @cached_property
-    def _sorted_keys(self) -> list[str]:
-        return sorted(self.keys)
-
-
-def _before_wrappers(prefix: str) -> tuple[str, str]:
-    """``model.`` and ``module.module.`` of ``model.module.module.``."""
-    *names, _ = prefix.split('.')
-    wrappers = sum(1 for _ in itertools.takewhile('module'.__eq__, reversed(names)))
-    return prefix[: len(prefix) - len('module.') * wrappers], 'module.' * wrappers
+def _with_levels_above(keys: Iterable[str]) -> set[str]:
+    """The keys, and every name that others of them begin with."""
+    found = set(keys)
+    for key in keys:
+        above = key.rpartition('.')[0]
+        while above and above not in found:
+            found.add(above)
+            above = above.rpartition('.')[0]
+    return found

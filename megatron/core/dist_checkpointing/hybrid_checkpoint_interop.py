@@ -18,14 +18,9 @@ from .gpt_checkpoint_interop import (
 from .gpt_layer_maps import ATTENTION_PARTS
 
 if __name__.startswith('megatron.'):
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-    from megatron.core.dist_checkpointing.mapping import (
-        ShardedBase,
-        ShardedObject,
-        ShardedStateDict,
-        ShardedTensor,
-        ShardedTensorFactory,
-    )
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.layer_axis import drop_layer_axis, layer_on_axis
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
 
 # The start of a layer's own key -> the symbol of a layer that has such a key; the first one counts.
 _SYMBOL_BY_PART = {
@@ -159,42 +154,13 @@ def retarget_sharded_state_dict_to_hybrid_checkpoint(
                 f'of its layer, and hybrid layers have nothing else.'
             )
         on_axis = key.layer is None
-        gpt_layer = _layer_on_axis(entry) if on_axis else key.layer
+        gpt_layer = layer_on_axis(entry) if on_axis else key.layer
         if gpt_layer not in hybrid_layers:
             raise ValueError(
                 f'State dict entry {entry.key!r} belongs to GPT layer {gpt_layer}, and the hybrid '
                 f'checkpoint has {len(hybrid_layers)}.'
             )
         entry.key = f'{key.prefix}{DECODER}.{hybrid_layers[gpt_layer]}.{key.part}'
-        return _drop_layer_axis(entry) if on_axis else entry
+        return drop_layer_axis(entry) if on_axis else entry
 
     dict_list_map_inplace(retarget, sharded_state_dict)
-
-
-def _layer_on_axis(entry: ShardedBase) -> int:
-    if isinstance(entry, ShardedTensorFactory):
-        parts = nested_values({'built': entry.build()})
-        return _layer_on_axis(next(part for part in parts if isinstance(part, ShardedBase)))
-    return entry.global_offset[0]
-
-
-def _drop_layer_axis(entry):
-    """Undo ``_prepend_gpt_layer_axis``; what a factory builds gets the same. In place."""
-    if isinstance(entry, ShardedTensorFactory):
-        build_with_layer_axis = entry.build_fn
-
-        def build(key, data, replica_id, flattened_range):
-            built = build_with_layer_axis(key, data, replica_id, flattened_range)
-            return dict_list_map_inplace(_drop_layer_axis, built)
-
-        entry.build_fn = build
-    elif isinstance(entry, (ShardedTensor, ShardedObject)):
-        entry.global_shape = entry.global_shape[1:]
-        entry.global_offset = entry.global_offset[1:]
-        if isinstance(entry, ShardedTensor):
-            entry.axis_fragmentations = entry.axis_fragmentations[1:]
-            entry.prepend_axis_num -= 1
-        elif not entry.global_shape:
-            # an object without axes has a placeholder
-            entry.global_shape, entry.global_offset = (1,), (0,)
-    return entry

@@ -1,10 +1,11 @@
 """Entries of one layer as parts of tensors that have the layers along their first axis."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -24,20 +25,13 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
     Returns:
         ``entry``, changed in place.
     """
+    if isinstance(entry, ShardedTensorFactory):
+        return _change_what_is_built(
+            entry, lambda part: _prepend_gpt_layer_axis(part, gpt_layer_idx, num_gpt_layers)
+        )
     if isinstance(entry, ShardedTensor):
         entry.axis_fragmentations = (num_gpt_layers,) + tuple(entry.axis_fragmentations)
         entry.prepend_axis_num = entry.prepend_axis_num + 1
-    elif isinstance(entry, ShardedTensorFactory):
-        build_without_layer_axis = entry.build_fn
-
-        def build(key, data, replica_id, flattened_range):
-            built = build_without_layer_axis(key, data, replica_id, flattened_range)
-            return dict_list_map_inplace(
-                lambda part: _prepend_gpt_layer_axis(part, gpt_layer_idx, num_gpt_layers), built
-            )
-
-        entry.build_fn = build
-        return entry
     elif not isinstance(entry, ShardedObject):
         return entry
     elif (entry.global_shape, entry.global_offset) == ((1,), (0,)):
@@ -45,6 +39,36 @@ def _prepend_gpt_layer_axis(entry, gpt_layer_idx: int, num_gpt_layers: int):
     entry.global_shape = (num_gpt_layers,) + tuple(entry.global_shape)
     entry.global_offset = (gpt_layer_idx,) + tuple(entry.global_offset)
     return entry
+
+
+def layer_on_axis(entry: ShardedBase) -> int:
+    """The layer that an entry is of, by its place along the first axis."""
+    if isinstance(entry, ShardedTensorFactory):
+        parts = nested_values({'built': entry.build()})
+        return layer_on_axis(next(part for part in parts if isinstance(part, ShardedBase)))
+    return entry.global_offset[0]
+
+
+def drop_layer_axis(entry):
+    """Undo ``_prepend_gpt_layer_axis``; what a factory builds gets the same. In place."""
+    if isinstance(entry, ShardedTensorFactory):
+        return _change_what_is_built(entry, drop_layer_axis)
+    if isinstance(entry, (ShardedTensor, ShardedObject)):
+        entry.global_shape = entry.global_shape[1:]
+        entry.global_offset = entry.global_offset[1:]
+        if isinstance(entry, ShardedTensor):
+            entry.axis_fragmentations = entry.axis_fragmentations[1:]
+            entry.prepend_axis_num -= 1
+        elif not entry.global_shape:
+            # an object without axes has a placeholder
+            entry.global_shape, entry.global_offset = (1,), (0,)
+    return entry
+
+
+def _change_what_is_built(factory: ShardedTensorFactory, change: Callable) -> ShardedTensorFactory:
+    build = factory.build_fn
+    factory.build_fn = lambda *args: dict_list_map_inplace(change, build(*args))
+    return factory
 
 
 def chunk_of_one_layer(entry: ShardedBase, gpt_layer: int, num_gpt_layers: int) -> ShardedBase:

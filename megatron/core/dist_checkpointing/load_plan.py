@@ -25,7 +25,11 @@ from .key_arguments import LEGACY_WAY_OUT
 from .mamba_from_attention import WARM_START, with_warm_start
 from .optimizer_load import conversion_command, conversion_refusal, optimizer_verdict
 from .saved_arguments import contradiction, effective, other_functions, other_weights, saved_pattern
-from .stored_checkpoint import StoredCheckpoint, stored_optimizer_format
+from .stored_checkpoint import (
+    StoredCheckpoint,
+    needs_undistributed_optimizer,
+    stored_optimizer_format,
+)
 
 LEGACY_REFUSAL = (
     f'legacy torch checkpoints are not translated between GPT and hybrid; {LEGACY_WAY_OUT}'
@@ -231,6 +235,22 @@ def _replaced_and_fresh(layer_maps: GPTCompatLayerMaps) -> Iterator[str]:
             f'WARNING: the indexers of {len(sparse)} sparse attention layer(s) have no source in '
             f'the GPT checkpoint and start from their fresh initialisation.'
         )
+
+
+def words_on_optimizer(stored: StoredCheckpoint, plan: LoadPlan) -> tuple[str, str]:
+    """What becomes of the stored optimizer state, as a sentence on the load and as a phrase."""
+    if stored.release:
+        fresh = 'the optimizer starts fresh, as from any release'
+        return f'Will load; {fresh}.', fresh
+    if plan.optimizer_refusal:
+        return (
+            f'Will load with --no-load-optim. {plan.optimizer_refusal}',
+            f'with --no-load-optim: {plan.optimizer_refusal}',
+        )
+    if needs_undistributed_optimizer(stored):
+        run = 'without --use-distributed-optimizer'
+        return f'Will load, with its optimizer state in a run {run}.', f'optimizer state too, {run}'
+    return 'Will load, with its optimizer state.', 'optimizer state too'
 
 
 def has_norms_in_attention(layout: CheckpointLayout) -> bool:

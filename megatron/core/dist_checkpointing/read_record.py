@@ -8,7 +8,7 @@ and nothing in the loaded state dict tells it from what was read.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,12 +49,12 @@ class ReadRecord:
             CheckpointingException: some wasn't.
         """
         unread = [shard for shard, size in self.requested.items() if self._elements[shard] < size]
-        if _on_any_rank(bool(unread)):
+        if on_any_rank([bool(unread)])[0]:
             # --ckpt-fully-parallel-load lets each rank read a part and pass it on.
             elsewhere = _gather(_digests(self.requested.keys() - set(unread)))
             found = torch.isin(_digests(unread), elsewhere).tolist()
             unread = [shard for shard, there in zip(unread, found, strict=True) if not there]
-        failed = _on_any_rank(bool(unread))
+        (failed,) = on_any_rank([bool(unread)])
         if unread:
             key, offset = first = min(unread)
             raise CheckpointingException(
@@ -111,14 +111,15 @@ def recording_reads(requested: Mapping[Shard, int]) -> Iterator[ReadRecord]:
         _current = outer
 
 
-def _on_any_rank(flag: bool) -> bool:
+def on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """For each of the flags whether some rank has it. All ranks have to call this."""
     if not torch.distributed.is_initialized():
-        return flag
-    on_any = torch.tensor([flag], dtype=torch.uint8, device='cpu')
+        return list(flags)
+    on_any = torch.tensor(flags, dtype=torch.uint8, device='cpu')
     if torch.distributed.get_backend() == 'nccl':
         on_any = on_any.cuda()
     torch.distributed.all_reduce(on_any, op=torch.distributed.ReduceOp.MAX)
-    return bool(on_any.item())
+    return [bool(flag) for flag in on_any.tolist()]
 
 
 def _gather(digests: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ then refuses to read them back.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,25 +26,17 @@ logger = logging.getLogger(__name__)
 
 def load_common(checkpoint_dir: str) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
-    with torch.serialization.safe_globals(imported_optimizer_classes()):
-        return drop_leaked_param_state(upstream.load_common(checkpoint_dir))
+    return _without_leaked_state(upstream.load_common, checkpoint_dir)
 
 
 def load_common_state_dict(checkpoint_dir) -> dict[str, Any]:
     """Upstream's, without leaked optimizer state."""
+    return _without_leaked_state(upstream.load_common_state_dict, checkpoint_dir)
+
+
+def _without_leaked_state(load: Callable, checkpoint_dir: str) -> dict[str, Any]:
     with torch.serialization.safe_globals(imported_optimizer_classes()):
-        return drop_leaked_param_state(upstream.load_common_state_dict(checkpoint_dir))
-
-
-def drop_leaked_param_state(common_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Remove ``param_state`` from the optimizers' common state where the format shards all of it.
-
-    Args:
-        common_state_dict: as stored; changed in place.
-
-    Returns:
-        ``common_state_dict``.
-    """
+        common_state_dict = load(checkpoint_dir)
     for state in leaked_param_states(common_state_dict):
         del state['param_state']
         logger.info('ignoring optimizer state per parameter in the common state')

@@ -76,10 +76,7 @@ def groups_alike(
     """
 
     def identity(group):
-        return tuple(group.get(key, group.get(f'pre_{key}')) for key in keys)
-
-    def rates(group):
-        return group.get('max_lr'), group.get('min_lr')
+        return group_identity(group, keys)
 
     def described(group):
         named = dict(zip(keys, identity(group), strict=True))
@@ -95,8 +92,18 @@ def groups_alike(
                 f"run's (--override-opt-param-scheduler) or the checkpoint's "
                 f'(--use-checkpoint-opt-param-scheduler), or pass --no-load-optim.'
             )
-    with_rates = {(identity(group), rates(group)): group for group in reversed(stored_groups)}
+    with_rates = {(identity(group), group_rates(group)): group for group in reversed(stored_groups)}
     return [
-        with_rates.get((identity(group), rates(group)), stored[identity(group)])
+        with_rates.get((identity(group), group_rates(group)), stored[identity(group)])
         for group in own_groups
     ]
+
+
+def group_identity(group: dict, keys: Sequence[str]) -> tuple:
+    """Values of ``keys`` in a group of parameters; NeMo has some as ``pre_<key>``."""
+    return tuple(group.get(key, group.get(f'pre_{key}')) for key in keys)
+
+
+def group_rates(group: dict) -> tuple:
+    """Largest and smallest learning rate of a group of parameters."""
+    return group.get('max_lr'), group.get('min_lr')

@@ -7,6 +7,7 @@ first, with ``hasattr``, ``getattr`` or ``except ImportError``, is not a need.
 """
 
 import ast
+import textwrap
 from pathlib import Path
 
 from megatron_overlay import finder
@@ -19,13 +20,15 @@ HEADER = '''\
 
 Written by ``python -m tests.unit_tests.overlay.needs`` from the modules themselves.
 
-    extends: whether it runs upstream's module of its name.
-    overlay: the overlay's modules that it can't do without.
+    extends: it runs upstream's module of its name.
+    overlay: the overlay's modules that it can't do without; `.name` is in its own package.
     names: upstream's module -> what it imports from there, or uses of it.
     methods, attributes: upstream's class -> what it calls by `super()`, or uses of `self`.
-    parameters: functions and methods that can go in front of upstream's -> their parameters.
+    functions: functions and methods that can go in front of upstream's, with their parameters.
 """
 
+# ruff: noqa: E501
+# fmt: off
 '''
 
 _NOT_ON_IMPORT = ("__name__ == '__main__'", 'TYPE_CHECKING')
@@ -130,7 +133,7 @@ def _needs(module: Module, modules: dict[str, Module], upstream) -> dict:
         ):
             overlay.add(other.name)
     methods, attributes = {}, {}
-    parameters = {node.name: node for node in module.tree.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in module.tree.body if isinstance(node, ast.FunctionDef)}
     for cls, node in module.classes.items():
         inherited, used = upstream.methods(module.name, cls), upstream.attributes(module.name, cls)
         own = set(_bound(node)) | {
@@ -140,26 +143,33 @@ def _needs(module: Module, modules: dict[str, Module], upstream) -> dict:
         }
         methods[cls] = (_used(node, 'super()') - module.asked) & inherited
         attributes[cls] = (_used(node, 'self') - own - module.asked) & used
-        parameters |= {
+        functions |= {
             f'{cls}.{method.name}': method
             for method in node.body
             if isinstance(method, ast.FunctionDef)
             and not any('property' in ast.unparse(each) for each in method.decorator_list)
         }
+    package = module.name.rpartition('.')[0]
     needs = {
-        'extends': module.extends,
-        'overlay': sorted(overlay - {module.name}),
+        'overlay': sorted(
+            other.removeprefix(package) if other.rpartition('.')[0] == package else other
+            for other in overlay - {module.name}
+        ),
         'names': _sorted(names),
     }
     if module.extends:
-        needs |= {
-            'methods': _sorted(methods),
-            'attributes': _sorted(attributes),
-            'parameters': {
-                name: _parameters(node.args) for name, node in sorted(parameters.items())
-            },
-        }
-    return needs
+        needs = (
+            {'extends': True}
+            | needs
+            | {
+                'methods': _sorted(methods),
+                'attributes': _sorted(attributes),
+                'functions': [
+                    f'{name}({_parameters(node.args)})' for name, node in sorted(functions.items())
+                ],
+            }
+        )
+    return {key: value for key, value in needs.items() if value}
 
 
 def _sorted(names: dict[str, set[str]]) -> dict[str, list[str]]:
@@ -212,15 +222,15 @@ def _attribute_of(value: str, node: ast.AST) -> list[str]:
     return []
 
 
-def _parameters(arguments: ast.arguments) -> list[str]:
-    """Such as ``['self', 'closure=', '*args', '**kwargs']``."""
+def _parameters(arguments: ast.arguments) -> str:
+    """Such as ``self, closure=, *args, **kwargs``."""
     positional = [*arguments.posonlyargs, *arguments.args]
     required = len(positional) - len(arguments.defaults)
     names = [each.arg + '=' * (index >= required) for index, each in enumerate(positional)]
     if arguments.vararg or arguments.kwonlyargs:
         names.append(f'*{arguments.vararg.arg if arguments.vararg else ""}')
     names += [each.arg for each in arguments.kwonlyargs]
-    return [*names, *([f'**{arguments.kwarg.arg}'] if arguments.kwarg else [])]
+    return ', '.join([*names, *([f'**{arguments.kwarg.arg}'] if arguments.kwarg else [])])
 
 
 def overlay_modules(root: Path = REPOSITORY) -> dict[str, Module]:
@@ -233,25 +243,23 @@ def overlay_modules(root: Path = REPOSITORY) -> dict[str, Module]:
 def source() -> str:
     """``_needs.py`` as it should be."""
     needs = table(overlay_modules(), Upstream(finder.upstream_spec))
-    return f'{HEADER}NEEDS: dict[str, dict] = {_literal(needs)}\n'
+    lines = [line for entry in needs.items() for line in _entry(*entry, '    ')]
+    return '\n'.join([f'{HEADER}NEEDS: dict[str, dict] = {{', *lines, '}\n'])
 
 
-def _literal(value, indent: str = '', before: int = 0) -> str:
-    """As ``ruff format`` would have it."""
-    if not isinstance(value, dict | list) or not value:
-        return repr(value)
-    inner = indent + '    '
+def _entry(key: str, value, indent: str) -> list[str]:
+    """Lines of an entry of a dict, as few as it takes."""
+    start, inner = f'{indent}{key!r}: ', indent + '    '
+    if len(line := f'{start}{value!r},') <= 100:
+        return [line]
     if isinstance(value, dict):
-        entries = [
-            f'{key!r}: {_literal(entry, inner, len(repr(key)) + 2)}' for key, entry in value.items()
-        ]
-    elif len(indent) + before + len(repr(value)) < 100:
-        return repr(value)
-    else:
-        entries = [repr(entry) for entry in value]
-    opening, closing = '{}' if isinstance(value, dict) else '[]'
-    lines = ''.join(f'{inner}{entry},\n' for entry in entries)
-    return f'{opening}\n{lines}{indent}{closing}'
+        lines = [line for entry in value.items() for line in _entry(*entry, inner)]
+        return [f'{start}{{', *lines, f'{indent}}},']
+    words = ' '.join(f'{entry!r},'.replace(' ', '\0') for entry in value)
+    filled = textwrap.fill(
+        words, 100, initial_indent=inner, subsequent_indent=inner, break_long_words=False
+    )
+    return [f'{start}[', filled.replace('\0', ' '), f'{indent}],']
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ from tests.cpu_megatron import warm
 from tests.unit_tests.tools.checkpoint.handmade import set_common_form
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.inspection import uses
-from tools.checkpoint.inspection.gpt_into_hybrid import report as dry_run
+from tools.checkpoint.inspection.gpt_into_hybrid import dry_run
 from tools.checkpoint.inspection.resume import describe, read_resume_report
 from tools.checkpoint.weighted_merge import main as merge
 

@@ -28,7 +28,6 @@ from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
 from ..common.stored import COMMON_KEY, check_stored_files
-from ..common.tensors import dtype_name
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
 from . import uses
@@ -38,6 +37,7 @@ from .summary import (
     CheckpointSummary,
     ModelSummary,
     OptimizerState,
+    amounts,
     count_files,
     parallel_sizes,
 )
@@ -125,12 +125,7 @@ def _common_form(directory: Path, metadata: Metadata) -> str:
 
 
 def _amounts(entries: Iterable[TensorStorageMetadata]) -> dict[str, Amount]:
-    found: dict[str, Amount] = {}
-    for entry in entries:
-        name = dtype_name(entry.properties.dtype)
-        before = found.get(name, Amount(0, 0))
-        found[name] = Amount(before.tensors + 1, before.bytes + _bytes(entry))
-    return found
+    return amounts((entry.properties.dtype, _bytes(entry)) for entry in entries)
 
 
 def _bytes(entry: TensorStorageMetadata) -> int:

@@ -17,10 +17,10 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     any_run,
     in_place_of_attention,
     plan_load,
+    words_on_optimizer,
 )
 from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
-    needs_undistributed_optimizer,
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
@@ -31,12 +31,13 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
 from megatron_overlay.errors import CheckpointingException
 
 from ..common.directory import LEGACY, FoundCheckpoint, find_checkpoint
+from ..common.errors import CheckpointError
 from ..common.stdout import printable, tell
 from ..common.stored import check_stored_files
 from .resume import read_common_state
 
 
-def report(checkpoint: str, pattern: str, ckpt_step: int | None = None, **arguments: Any) -> int:
+def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **arguments: Any) -> int:
     """Print which hybrid layer reads what, and whether the load will work.
 
     Args:
@@ -59,16 +60,16 @@ def report(checkpoint: str, pattern: str, ckpt_step: int | None = None, **argume
 
 def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
     if not found.given_to_load:
-        raise CheckpointingException(
+        raise CheckpointError(
             f'--load {checkpoint} finds no latest_checkpointed_iteration.txt there, and the run '
             f'starts from random weights; pass '
             f'{found.load or "--load with a directory above it whose tracker names it"}.'
         )
     if found.format == LEGACY:
-        raise CheckpointingException(f'{found.directory}: {LEGACY_REFUSAL}.')
+        raise CheckpointError(f'{found.directory}: {LEGACY_REFUSAL}.')
     layout = layout_from_metadata(found.metadata)
     if layout.family != GPT:
-        raise CheckpointingException(
+        raise CheckpointError(
             f'{found.directory}: its keys are of a {layout.family} model'
             f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
         )
@@ -77,13 +78,13 @@ def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
     stored = StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
-        raise CheckpointingException(plan.refusal)
+        raise CheckpointError(plan.refusal)
     kept = 'one by one' if layout.indexed else 'stacked along an axis'
     yield f'{found.directory}: GPT, {layout.num_layers} layers, stored {kept}'
     yield from _sources(stored, plan)
     yield from (note for note in plan.notes if note.startswith('WARNING'))
     yield f'Optimizer state: {stored_optimizer_format(stored)}'
-    unstored, verdict = unstored_reason(unstored_state(stored)), _verdict(stored, plan)
+    unstored, verdict = unstored_reason(unstored_state(stored)), words_on_optimizer(stored, plan)[0]
     yield verdict if unstored in verdict else f'{verdict} {unstored}'
 
 
@@ -113,13 +114,3 @@ def _source(hybrid: int, maps: GPTCompatLayerMaps, layout: CheckpointLayout) -> 
         gpt = maps.warm_start[hybrid]
         return f'x, B, C, output and norm: attention of GPT layer {gpt}; the rest: fresh'
     return 'fresh initialisation'
-
-
-def _verdict(stored: StoredCheckpoint, plan: LoadPlan) -> str:
-    if stored.release:
-        return 'Will load; the optimizer starts fresh, as from any release.'
-    if plan.optimizer_refusal:
-        return f'Will load with --no-load-optim. {plan.optimizer_refusal}'
-    if needs_undistributed_optimizer(stored):
-        return 'Will load, with its optimizer state in a run without --use-distributed-optimizer.'
-    return 'Will load, with its optimizer state.'

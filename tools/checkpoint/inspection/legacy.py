@@ -17,7 +17,6 @@ from ..common.directory import LEGACY, FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
-from ..common.tensors import dtype_name
 from ..pp_vpp.checks import checked_shards
 from ..pp_vpp.keys import chunk_numbers, layer_of, renumber
 from ..pp_vpp.layout import one_to_one
@@ -31,6 +30,7 @@ from .summary import (
     ModelSummary,
     OptimizerState,
     Use,
+    amounts,
     count_files,
     parallel_sizes,
 )
@@ -126,13 +126,7 @@ def _optimizer(files: Mapping[Path, MappedFile]) -> OptimizerState:
 
 
 def _amounts(states: Iterable[Any]) -> dict[str, Amount]:
-    found: dict[str, Amount] = {}
-    for tensor in tensors(list(states)):
-        name = dtype_name(tensor.dtype)
-        before = found.get(name, Amount(0, 0))
-        size = before.bytes + tensor.numel() * tensor.element_size()
-        found[name] = Amount(before.tensors + 1, size)
-    return found
+    return amounts((t.dtype, t.numel() * t.element_size()) for t in tensors(list(states)))
 
 
 def _converter(side: Side, files: Mapping[Path, MappedFile]) -> Use:

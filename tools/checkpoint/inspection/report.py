@@ -17,7 +17,7 @@ def summary_text(summary: CheckpointSummary) -> str:
     rows = {
         'format': summary.format,
         'iteration': 'unknown' if summary.iteration is None else str(summary.iteration),
-        'model': _model(summary.model),
+        'model': ', '.join(_model(summary.model)),
         'saved with': _parallel(summary),
         'weights': _amounts(summary.weights),
         'optimizer state': _optimizer(summary),
@@ -61,11 +61,7 @@ def comparison_text(comparison: Comparison) -> str:
     return '\n'.join(map(printable, lines))
 
 
-def _model(model: ModelSummary) -> str:
-    return ', '.join(_model_parts(model))
-
-
-def _model_parts(model: ModelSummary) -> Iterator[str]:
+def _model(model: ModelSummary) -> Iterator[str]:
     if model.family == OTHER:
         yield 'neither GPT nor hybrid by its keys'
         return

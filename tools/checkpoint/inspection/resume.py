@@ -31,11 +31,11 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron_overlay.errors import CheckpointingException
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from ..common import stored
 from ..common.directory import DISTRIBUTED, LEGACY, find_checkpoint
+from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, describe_foreign
 from ..common.safe_load import NOTHING_RUNS
 from ..common.stdout import printable
@@ -91,7 +91,7 @@ def read_resume_report(checkpoint: str | Path) -> ResumeReport:
         checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
-        CheckpointingException: there is no distributed checkpoint, with the reason.
+        CheckpointError: there is no distributed checkpoint, with the reason.
     """
     directory, metadata = find_distributed(checkpoint)
     stored.check_stored_files(directory, metadata)
@@ -102,7 +102,7 @@ def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -
     """What a checkpoint says, whose metadata and common state have been read already.
 
     Raises:
-        CheckpointingException: the optimizers' settings can't be read.
+        CheckpointError: the optimizers' settings can't be read.
     """
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
     settings = _stored_objects(directory, metadata, _is_settings, lambda name: True)
@@ -135,14 +135,14 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
     """Directory and metadata of the ``torch_dist`` checkpoint that is meant.
 
     Raises:
-        CheckpointingException: there is none, with the reason.
+        CheckpointError: there is none, with the reason.
     """
     found = find_checkpoint(checkpoint)
     if found.format != DISTRIBUTED:
         reason = f'has the format {found.format}; only {DISTRIBUTED} checkpoints can be looked at'
         if found.format == LEGACY:
             reason = describe_foreign(found.directory)
-        raise CheckpointingException(f'{found.directory}: {reason}')
+        raise CheckpointError(f'{found.directory}: {reason}')
     return found.directory, found.metadata
 
 
@@ -150,7 +150,7 @@ def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
     """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty.
 
     Raises:
-        CheckpointingException: it can't be read, or holds a class that isn't one of Megatron's.
+        CheckpointError: it can't be read, or holds a class that isn't one of Megatron's.
     """
     place = stored.common_state_slice(metadata)
     state = stored.read_common_state(directory, place, trust_hint=NOTHING_RUNS)

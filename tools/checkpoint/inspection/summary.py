@@ -1,10 +1,12 @@
 """What is known of a checkpoint: data, and how it goes to machines."""
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import MOE, CheckpointLayout
 from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID
 from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop import (
@@ -12,6 +14,7 @@ from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop im
 )
 
 from ..common.numbers import number_in
+from ..common.tensors import dtype_name
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,15 @@ class CheckpointSummary:
         from .report import summary_text
 
         return summary_text(self)
+
+
+def amounts(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, Amount]:
+    """Number and bytes of tensors by their dtype's name, of the dtype and bytes of each."""
+    found: dict[str, Amount] = {}
+    for dtype, size in tensors:
+        before = found.get(dtype_name(dtype), Amount(0, 0))
+        found[dtype_name(dtype)] = Amount(before.tensors + 1, before.bytes + size)
+    return found
 
 
 def parallel_sizes(args: Any) -> dict[str, int]:

@@ -12,11 +12,11 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     has_norms_in_attention,
     plan_load,
     torch_refusal,
+    words_on_optimizer,
 )
 from megatron_overlay.standalone.dist_checkpointing.optimizer_load import conversion_command
 from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
-    needs_undistributed_optimizer,
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
@@ -117,14 +117,7 @@ def hybrid_into_gpt(stored: StoredCheckpoint) -> Use:
 def _as_planned(name: str, plan: LoadPlan, stored: StoredCheckpoint, reason: str) -> Use:
     if plan.refusal:
         return Use(name, False, plan.refusal)
-    if stored.release:
-        state = 'the optimizer starts fresh, as from any release'
-    elif plan.optimizer_refusal:
-        state = f'with --no-load-optim: {plan.optimizer_refusal}'
-    elif needs_undistributed_optimizer(stored):
-        state = 'optimizer state too, without --use-distributed-optimizer'
-    else:
-        state = 'optimizer state too'
+    _, state = words_on_optimizer(stored, plan)
     unstored = unstored_reason(unstored_state(stored))
     if unstored not in state:
         state = f'{state}; {unstored}'

@@ -31,8 +31,7 @@ from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import NO_OPTIMIZER
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_overlay.errors import CheckpointingException
-
+from ..common.errors import CheckpointError
 from ..common.progress import progress_bar
 from ..common.stdout import printable
 from ..merge.geometry import Box
@@ -97,7 +96,7 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
         checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
-        CheckpointingException: there is no distributed checkpoint; the optimizer state isn't
+        CheckpointError: there is no distributed checkpoint; the optimizer state isn't
             stored by parameter, or can't be read.
     """
     directory, metadata = find_distributed(checkpoint)
@@ -109,7 +108,7 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     result = WeightCheck(directory)
     pairs = list(_pairs(tensors, result))
     if not pairs:
-        raise CheckpointingException(f'{directory}: {_why_nothing_to_compare(directory, metadata)}')
+        raise CheckpointError(f'{directory}: {_why_nothing_to_compare(directory, metadata)}')
     remainders, places = True, Places(directory, metadata)
     size = sum(4 * math.prod(tensors[key].size) for key, _ in pairs)
     with (
@@ -132,7 +131,7 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
                 result.different[pair[1]] = differing
                 result.sizes[pair[1]] = math.prod(entries[1].shape)
     if result.different and remainders:
-        raise CheckpointingException(
+        raise CheckpointError(
             f'{directory}: the main parameters are whole numbers: their last 16 bits, as '
             f"Transformer Engine's precision-aware optimizer keeps them; nothing to compare"
         )

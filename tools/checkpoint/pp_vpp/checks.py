@@ -20,12 +20,11 @@ from .layout import ChunkId, Plan
 from .optimizer_state import WAY_OUT, equal
 from .rank_file import RankFile
 from .rank_order import Placed, refuse_misplaced_files
-from .sources import ShardRank
+from .sources import ShardPaths, ShardRank, Shards
 
 # Files of one tensor and expert rank, by (side, pipeline rank).
 ShardFiles = Mapping[tuple[str, int], RankFile]
-ShardPaths = Mapping[tuple[str, int], Path]
-Read = Callable[[Path], RankFile]
+ReadRank = Callable[[Path], RankFile]
 
 _SHAPE_ARGS = (
     'num_layers',
@@ -57,7 +56,7 @@ _REPLICATED = ('layernorm.weight', 'layernorm.bias', 'layer_norm_weight', 'layer
 _ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')
 
 
-def read_shard(paths: ShardPaths, plan: Plan, read: Read) -> ShardFiles:
+def read_shard(paths: ShardPaths, plan: Plan, read: ReadRank) -> ShardFiles:
     """Files of one tensor and expert rank.
 
     Args:
@@ -77,7 +76,7 @@ def read_shard(paths: ShardPaths, plan: Plan, read: Read) -> ShardFiles:
 
 
 def checked_shards(
-    paths: Mapping[tuple[str, ShardRank], ShardPaths], plan: Plan, read: Read
+    paths: Shards, plan: Plan, read: ReadRank
 ) -> Iterator[tuple[tuple[str, ShardRank], ShardFiles]]:
     """Every file of a conversion, read once, shard by shard, and held against all others.
 

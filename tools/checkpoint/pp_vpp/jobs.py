@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from .layout import ChunkId, Move, Plan
 from .rank_args import ParallelSizes
-from .sources import RankId, ShardRank, Side
+from .sources import RankId, ShardPaths, ShardRank, Shards, Side
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,10 @@ class Job:
     moves: Sequence[Move]
     sizes: ParallelSizes
     source: tuple[str, ShardRank]
-    paths: dict[tuple[str, int], Path]
+    paths: ShardPaths
 
 
-def make_jobs(
-    sides: Mapping[str, Side],
-    plan: Plan,
-    shards: Mapping[tuple[str, ShardRank], Mapping[tuple[str, int], Path]],
-) -> list[Job]:
+def make_jobs(sides: Mapping[str, Side], plan: Plan, shards: Shards) -> list[Job]:
     """The rank files that a plan makes, each with the sizes of its output.
 
     Args:

@@ -135,7 +135,7 @@ def first_missing(found: Collection[int], size: int | None = None) -> int | None
     return first if first < size else None
 
 
-def interleaved(pipeline_size: int, chunks: int, side: str = '') -> list[ChunkId]:
+def interleaved(pipeline_size: int, chunks: int) -> list[ChunkId]:
     """Every chunk of a layout in pipeline order: chunk 0 of all ranks, then chunk 1, and so on.
 
     Args:
@@ -143,7 +143,7 @@ def interleaved(pipeline_size: int, chunks: int, side: str = '') -> list[ChunkId
         chunks: chunks of each rank; 1 stands for the plain key ``model``
     """
     return [
-        ChunkId(side, rank, None if chunks == 1 else chunk)
+        ChunkId('', rank, None if chunks == 1 else chunk)
         for chunk in range(chunks)
         for rank in range(pipeline_size)
     ]

@@ -109,29 +109,25 @@ def take_apart(mapped: MappedFile, *, with_optimizer: bool) -> RankFile:
         CheckpointError: a key is missing, or the optimizer state can't be told apart
     """
     with reading(mapped.path, _EXPECTED):
-        return _take_apart(mapped, with_optimizer)
-
-
-def _take_apart(mapped: MappedFile, with_optimizer: bool) -> RankFile:
-    path, state = mapped.path, mapped.state
-    for name in _NUMBERS:
-        value = getattr(state.get('args'), name, None)
-        if value is not None and whole(value) is None:
-            raise CheckpointError(
-                f'{path}: args.{name} is {value!r:.99}, expected a number; the file is damaged'
-            )
-    chunks = {number: state[chunk_key(number)] for number in chunk_numbers(state, path)}
-    layers = {n: count_layers(chunk, f'{path}, {chunk_key(n)}') for n, chunk in chunks.items()}
-    known = _known(path, state)
-    optimizer, slots = None, {}
-    if with_optimizer and state.get('optimizer') is not None:
-        where = f'{path}, optimizer'
-        optimizer = optimizer_state.parse(state['optimizer'], where)
-        slots = _name_slots(chunks, optimizer, where)
-    added = [key for key in known if key not in state]
-    return RankFile(
-        path, {**state, **known}, added, chunks, layers, optimizer, slots, mapped.records
-    )
+        path, state = mapped.path, mapped.state
+        for name in _NUMBERS:
+            value = getattr(state.get('args'), name, None)
+            if value is not None and whole(value) is None:
+                raise CheckpointError(
+                    f'{path}: args.{name} is {value!r:.99}, expected a number; the file is damaged'
+                )
+        chunks = {number: state[chunk_key(number)] for number in chunk_numbers(state, path)}
+        layers = {n: count_layers(chunk, f'{path}, {chunk_key(n)}') for n, chunk in chunks.items()}
+        known = _known(path, state)
+        optimizer, slots = None, {}
+        if with_optimizer and state.get('optimizer') is not None:
+            where = f'{path}, optimizer'
+            optimizer = optimizer_state.parse(state['optimizer'], where)
+            slots = _name_slots(chunks, optimizer, where)
+        added = [key for key in known if key not in state]
+        return RankFile(
+            path, {**state, **known}, added, chunks, layers, optimizer, slots, mapped.records
+        )
 
 
 def _known(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,34 +256,25 @@ def put_together(
     """
     files = list({id(file): file for chunk in chunks for file in chunk.files}.values())
     with reading(files[0].path, _EXPECTED):
-        return _put_together(files, chunks, sizes, with_optimizer)
-
-
-def _put_together(
-    files: Sequence[RankFile],
-    chunks: Sequence[NewChunk],
-    sizes: ParallelSizes,
-    with_optimizer: bool,
-) -> dict[str, Any]:
-    _refuse_differences(files, with_optimizer)
-    stage = next(chunk.stage for chunk in chunks if chunk.files)
-    new: dict[str, Any] = {}
-    for key, value in files[0].state.items():
-        if key == STAGE_STATES:
-            continue
-        if is_model_part(key):
-            for number, chunk in enumerate(chunks):
-                new[chunk_key(None if sizes.virtual is None else number)] = chunk.state
-        elif key == 'optimizer':
-            if with_optimizer and value is not None:
-                new[key] = _optimizer(files, chunks)
-        elif key == 'args':
-            new[key] = rewrite(stage.get('args', value), sizes)
-        else:
-            new[key] = stage.get(key, value)
-    if sizes.virtual is not None:
-        new[STAGE_STATES] = [chunk.stage for chunk in chunks]
-    return new
+        _refuse_differences(files, with_optimizer)
+        stage = next(chunk.stage for chunk in chunks if chunk.files)
+        new: dict[str, Any] = {}
+        for key, value in files[0].state.items():
+            if key == STAGE_STATES:
+                continue
+            if is_model_part(key):
+                for number, chunk in enumerate(chunks):
+                    new[chunk_key(None if sizes.virtual is None else number)] = chunk.state
+            elif key == 'optimizer':
+                if with_optimizer and value is not None:
+                    new[key] = _optimizer(files, chunks)
+            elif key == 'args':
+                new[key] = rewrite(stage.get('args', value), sizes)
+            else:
+                new[key] = stage.get(key, value)
+        if sizes.virtual is not None:
+            new[STAGE_STATES] = [chunk.stage for chunk in chunks]
+        return new
 
 
 def _optimizer(files: Sequence[RankFile], chunks: Sequence[NewChunk]) -> Any:

@@ -30,7 +30,10 @@ _SEPARATE_OPTIMIZER = re.compile(r'distrib_optim\.pt|layer_wise_optimizer_\d+\.p
 
 # Tensor and expert rank; the latter None without expert parallelism.
 ShardRank = tuple[int, int | None]
-Read = Callable[[Path], MappedFile]
+# Rank files of one tensor and expert rank, by side and pipeline rank; of all of them, by side, too.
+ShardPaths = Mapping[tuple[str, int], Path]
+Shards = Mapping[tuple[str, ShardRank], ShardPaths]
+MapFile = Callable[[Path], MappedFile]
 
 
 @dataclass(frozen=True, order=True)
@@ -198,9 +201,7 @@ def shards_of(files: Iterable[tuple[int, int, int | None]], pipeline_rank: int) 
     return sorted(found, key=lambda shard: (shard[0], shard[1] or 0))
 
 
-def shard_paths(
-    sides: Mapping[str, Side], plan: Plan
-) -> dict[tuple[str, ShardRank], dict[tuple[str, int], Path]]:
+def shard_paths(sides: Mapping[str, Side], plan: Plan) -> Shards:
     """The rank files of a plan's sources by side and shard, and then by side and pipeline rank.
 
     Raises:
@@ -286,7 +287,7 @@ def find_directory(root: Path, iteration: int | str | None) -> Path:
     return found.directory
 
 
-def look_at(name: str, directory: Path, read: Read) -> Side:
+def look_at(name: str, directory: Path, read: MapFile) -> Side:
     """The rank files of a legacy checkpoint, and what the first of each stage holds.
 
     Args:
@@ -339,7 +340,7 @@ def _parse(directory: Path, name: str) -> RankId:
     return rank
 
 
-def _are_of_experts(files: Sequence[Path], read: Read) -> bool:
+def _are_of_experts(files: Sequence[Path], read: MapFile) -> bool:
     """Whether the second field of the directories' names is an expert rank, by ``args`` or keys."""
     args = read(files[0]).state.get('args')
     pipeline_size = number_in(args, 'pipeline_model_parallel_size')

@@ -41,7 +41,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_checkpoint,
 )
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.inspection.gpt_into_hybrid import report
+from tools.checkpoint.inspection.gpt_into_hybrid import dry_run as report
 from tools.checkpoint.merge import payload
 from tools.checkpoint.merge.payload import load_chunk, locate
 from tools.checkpoint.merge.source import Slice

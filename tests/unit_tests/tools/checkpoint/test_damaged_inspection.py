@@ -37,7 +37,7 @@ from tests.unit_tests.tools.checkpoint.handmade import set_common_form, write_ch
 from tests.unit_tests.tools.checkpoint.inspect_runs import TRACKER
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import ITERATION
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint, main
-from tools.checkpoint.inspection.gpt_into_hybrid import report
+from tools.checkpoint.inspection.gpt_into_hybrid import dry_run as report
 from tools.checkpoint.resume_report import main as resume
 
 SETTINGS = 'optimizer.distributed.dp_group_idx_0.optimizer'

@@ -21,7 +21,7 @@ from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_pp_vpp import main as convert
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.inspection import uses
-from tools.checkpoint.inspection.gpt_into_hybrid import report as dry_run
+from tools.checkpoint.inspection.gpt_into_hybrid import dry_run
 from tools.checkpoint.inspection.resume import read_resume_report
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
