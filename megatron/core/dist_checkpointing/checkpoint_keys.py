@@ -64,6 +64,7 @@ _POSITION = re.compile(
     re.ASCII,
 )
 _CHUNK = re.compile(r'model(\d*)', re.ASCII)
+_WRAPPERS = re.compile(r'(?<![^.])(?:module\.)*\Z')
 
 
 class Key(NamedTuple):
@@ -224,6 +225,11 @@ def chunk_number(name: str) -> int | None:
 def chunk_key(number: int | None) -> str:
     """That name of a model chunk; the only one's for None."""
     return 'model' if number is None else f'model{number}'
+
+
+def before_wrappers(prefix: str) -> str:
+    """``model.`` of ``model.module.module.``."""
+    return _WRAPPERS.sub('', prefix, count=1)
 
 
 def without_module_prefix(key: str) -> str:

@@ -4,12 +4,9 @@ There a parameter's flattened key is its place in the state dict (``model``, ``o
 ``optimizer.0.param_to_group_meta``), then the ``module.`` of each wrapper, then its name.
 """
 
-import re
 from collections.abc import Iterable
 
-from .checkpoint_keys import parse_key
-
-_WRAPPERS = re.compile(r'(?<![^.])(?:module\.)*\Z')
+from .checkpoint_keys import before_wrappers, parse_key
 
 
 class CheckpointNames:
@@ -27,10 +24,9 @@ class CheckpointNames:
         # What the pattern looks at ends before a model's layers, and is the same for most keys.
         heads = {''.join(key.partition('.layers.')[:2]) for key in self.keys}
         self._places, self._prefixes = set(), set()
-        for before in {parse_key(head).prefix for head in heads if head.startswith(start)}:
-            before_wrappers = _WRAPPERS.sub('', before, count=1)
-            self._places.add(before_wrappers)
-            self._prefixes.add(before.removeprefix(before_wrappers))
+        for prefix in {parse_key(head).prefix for head in heads if head.startswith(start)}:
+            self._places.add(before_wrappers(prefix))
+            self._prefixes.add(prefix.removeprefix(before_wrappers(prefix)))
 
     def prefixes(self, name: str, place: str | None = None) -> dict[str, str]:
         """The ``module.`` prefixes that ``name`` is stored under, with the whole names.

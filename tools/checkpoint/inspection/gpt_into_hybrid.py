@@ -32,6 +32,7 @@ from megatron_overlay.errors import CheckpointingException
 
 from ..common.directory import LEGACY, FoundCheckpoint, find_checkpoint
 from ..common.errors import CheckpointError
+from ..common.paths import TRACKER_NAME
 from ..common.stdout import printable, tell
 from ..common.stored import check_stored_files
 from .resume import read_common_state
@@ -61,7 +62,7 @@ def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **argum
 def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
     if not found.given_to_load:
         raise CheckpointError(
-            f'--load {checkpoint} finds no latest_checkpointed_iteration.txt there, and the run '
+            f'--load {checkpoint} finds no {TRACKER_NAME} there, and the run '
             f'starts from random weights; pass '
             f'{found.load or "--load with a directory above it whose tracker names it"}.'
         )
