@@ -175,37 +175,17 @@ def check_sources(
     """
     entries = list(_tensors(sharded_state_dict))
     requested = {entry.key for entry in entries}
-    missing = sorted(requested - layout.keys)
     prefixes = (*WEIGHT_PREFIXES, MTP_PREFIX) if with_mtp else WEIGHT_PREFIXES
     weights = sorted(
         key
         for key in layout.keys
         if key.startswith(prefixes) and not is_extra_state(key) and not may_be_unread(key)
     )
-    other_shapes = [
-        entry
-        for entry in entries
-        if entry.key in layout.keys
-        and not entry.allow_shape_mismatch
-        and tuple(entry.global_shape) != tuple(layout.sizes[entry.key])
-    ]
-    *read, failed = on_any_rank(
-        [*(key in requested for key in weights), bool(missing or other_shapes)]
-    )
     layers = '--hybrid-layer-pattern' if layout.family == GPT else '--num-layers'
-    if missing:
-        raise CheckpointingException(
-            f'{missing[0]}: the model needs it and the checkpoint does not have it '
-            f'({len(missing)} such keys). {arguments_behind(missing, layers)}'
-        )
-    if other_shapes:
-        entry = other_shapes[0]
-        raise CheckpointingException(
-            f'{entry.key}: its shape is {tuple(entry.global_shape)} in the model and '
-            f'{tuple(layout.sizes[entry.key])} in the checkpoint ({len(other_shapes)} such '
-            f'entries). Give the run the sizes of the one that saved it, such as --hidden-size, '
-            f'--ffn-hidden-size, --num-experts or --max-position-embeddings.'
-        )
+    lacking = _without_source(entries, layout, layers)
+    *read, failed = on_any_rank([*(key in requested for key in weights), bool(lacking)])
+    if lacking:
+        raise CheckpointingException(lacking)
     if failed:
         raise CheckpointingException('Another rank found entries that the checkpoint lacks.')
     left_out = [key for key, is_read in zip(weights, read, strict=True) if not is_read]
@@ -218,6 +198,30 @@ def check_sources(
         (entry.key, tuple(entry.global_offset)): _stored_elements(entry, layout.sizes[entry.key])
         for entry in entries
     }
+
+
+def _without_source(entries: list[ShardedTensor], layout: CheckpointLayout, layers: str) -> str:
+    """What the checkpoint lacks of this rank's entries, or has in another shape; else empty."""
+    missing = sorted({entry.key for entry in entries} - layout.keys)
+    if missing:
+        return (
+            f'{missing[0]}: the model needs it and the checkpoint does not have it '
+            f'({len(missing)} such keys). {arguments_behind(missing, layers)}'
+        )
+    others = [
+        entry
+        for entry in entries
+        if not entry.allow_shape_mismatch
+        and tuple(entry.global_shape) != tuple(layout.sizes[entry.key])
+    ]
+    if not others:
+        return ''
+    return (
+        f'{others[0].key}: its shape is {tuple(others[0].global_shape)} in the model and '
+        f'{tuple(layout.sizes[others[0].key])} in the checkpoint ({len(others)} such entries). '
+        f'Give the run the sizes of the one that saved it, such as --hidden-size, '
+        f'--ffn-hidden-size, --num-experts or --max-position-embeddings.'
+    )
 
 
 def _tensors(sharded_state_dict: ShardedStateDict):

@@ -49,7 +49,6 @@ import torch
 from .checkpoint_keys import (
     DECODER,
     MAIN_PARAMS,
-    PARAMETER_PREFIXES,
     Key,
     is_extra_state,
     is_parameter,
@@ -197,32 +196,26 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         names = CheckpointNames(checkpoint_keys, checkpoint_prefix)
 
     def retarget(value, path, of_parameter):
-        if isinstance(value, Mapping):
-            renamed = {}
-            for key, child in value.items():
-                new_key, child_of_parameter = key, of_parameter
-                if isinstance(key, str) and '.' in key:
-                    own = parse_key(key)
-                    name = _explicit_name(own, layer_maps)
-                    if name is None:
-                        continue
-                    new_key = own.prefix + name
-                    child_of_parameter = of_parameter or name.startswith(PARAMETER_PREFIXES)
-                    if names is not None:
-                        new_key = _with_checkpoint_prefix(new_key, names, path)
-                child_path = f'{path}.{new_key}' if path else str(new_key)
-                if _is_nested(child):
-                    renamed[new_key] = retarget(child, child_path, child_of_parameter)
-                elif is_stored(child, child_path, child_of_parameter):
-                    renamed[new_key] = child
-            return renamed
-        if isinstance(value, (list, tuple)):
-            children = [(child, f'{path}.{index}') for index, child in enumerate(value)]
-            for child, child_path in children:
-                if isinstance(child, torch.Tensor):
-                    is_stored(child, child_path, of_parameter)
-            return type(value)(retarget(*child, of_parameter) for child in children)
-        return value
+        if not _is_nested(value):
+            return value if is_stored(value, path, of_parameter) else _LEFT_OUT
+        if not isinstance(value, Mapping):
+            parts = [
+                (part, retarget(part, f'{path}.{index}', of_parameter))
+                for index, part in enumerate(value)
+            ]
+            return type(value)(old if new is _LEFT_OUT else new for old, new in parts)
+        found = {}
+        for key, child in value.items():
+            new_key, of_this = key, of_parameter
+            if isinstance(key, str) and '.' in key:
+                new_key = _name_in_checkpoint(key, layer_maps, names, path)
+                if new_key is None:
+                    continue
+                of_this = of_parameter or is_parameter(new_key)
+            new_child = retarget(child, f'{path}.{new_key}' if path else str(new_key), of_this)
+            if new_child is not _LEFT_OUT:
+                found[new_key] = new_child
+        return found
 
     def is_stored(leaf, path, of_parameter):
         if names is None or path in names.keys:
@@ -236,6 +229,9 @@ def retarget_fsdp_state_dict_to_gpt_checkpoint(
         return False
 
     return retarget(state_dict, checkpoint_prefix, False)
+
+
+_LEFT_OUT = object()
 
 
 def _is_nested(value: Any) -> bool:
@@ -256,21 +252,25 @@ def _retarget_explicit_key_to_gpt_checkpoint(
     """
     if not isinstance(key, str) or '.' not in key:
         return key
+    names = None if checkpoint_keys is None else CheckpointNames(checkpoint_keys)
+    return _name_in_checkpoint(key, layer_maps, names)
+
+
+def _name_in_checkpoint(
+    key: str, layer_maps: GPTCompatLayerMaps, names: CheckpointNames | None, path: str | None = None
+) -> str | None:
+    """The name with the checkpoint's layer and, where its names are known, its wrappers."""
     own = parse_key(key)
-    name = _explicit_name(own, layer_maps)
-    if name is None or checkpoint_keys is None:
-        return name if name is None else own.prefix + name
-    return _with_checkpoint_prefix(own.prefix + name, CheckpointNames(checkpoint_keys))
-
-
-def _explicit_name(key: Key, layer_maps: GPTCompatLayerMaps) -> str | None:
-    if key.decoder_layer is None:
-        return _outside_decoder_layers(key, layer_maps, _GPT_MTP_EXPLICIT_LAYER)
-    gpt_layer = _gpt_layer_of(key, layer_maps)
-    return None if gpt_layer is None else f'{DECODER}.{gpt_layer}.{key.part}'
-
-
-def _with_checkpoint_prefix(key: str, names: CheckpointNames, path: str | None = None) -> str:
+    if own.decoder_layer is None:
+        name = _outside_decoder_layers(own, layer_maps, _GPT_MTP_EXPLICIT_LAYER)
+    else:
+        gpt_layer = _gpt_layer_of(own, layer_maps)
+        name = None if gpt_layer is None else f'{DECODER}.{gpt_layer}.{own.part}'
+    if name is None:
+        return None
+    key = own.prefix + name
+    if names is None:
+        return key
     bare = without_module_prefix(key)
     found = names.prefixes(bare, path)
     if len(found) > 1 and is_parameter(bare):

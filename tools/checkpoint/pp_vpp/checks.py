@@ -61,8 +61,6 @@ def read_shard(paths: ShardPaths, plan: Plan, read: ReadRank) -> ShardFiles:
 
     Args:
         paths: all of them, or those that one new file needs
-        plan: what is to be made of them
-        read: takes a rank file apart
 
     Raises:
         CheckpointError: one can't be read, isn't a rank's, or doesn't hold what the plan was made
@@ -82,8 +80,6 @@ def checked_shards(
 
     Args:
         paths: by side and (tensor, expert) rank
-        plan: what is to be made of them
-        read: takes a rank file apart
 
     Raises:
         CheckpointError: as ``read_shard``; files of other models or runs, or in each other's

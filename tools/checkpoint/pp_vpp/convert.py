@@ -105,10 +105,6 @@ class CheckedConversion:
 def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
     """Plan a conversion and check all of it; nothing is written.
 
-    Args:
-        conversion: what to convert
-        options: how
-
     Raises:
         CheckpointError: anything is wrong with the sources or the outputs
     """
@@ -151,10 +147,6 @@ def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
 
 def execute(checked: CheckedConversion, options: Options) -> None:
     """Write every rank file and publish all outputs together.
-
-    Args:
-        checked: as ``prepare`` returns it
-        options: as given to ``prepare``
 
     Raises:
         CheckpointError: a file can't be read or written any more; nothing is published then

@@ -24,7 +24,6 @@ def front(move: Move, first: End, last: End) -> list[Origin]:
     """The embedding's keys of a new chunk.
 
     Args:
-        move: the new chunk
         first: chunk number and rank file with the embedding
         last: chunk number and rank file with the head
 

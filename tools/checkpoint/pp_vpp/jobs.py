@@ -30,13 +30,7 @@ class Job:
 
 
 def make_jobs(sides: Mapping[str, Side], plan: Plan, shards: Shards) -> list[Job]:
-    """The rank files that a plan makes, each with the sizes of its output.
-
-    Args:
-        sides: the sources
-        plan: which chunk goes where
-        shards: the sources' files, as ``sources.shard_paths`` returns them
-    """
+    """The rank files that a plan makes, each with the sizes of its output."""
     tensor = {name: len({tp for other, (tp, _) in shards if other == name}) for name in sides}
     ranks = plan.ranks()
     source_of = {target: _source_side(moves, plan) for target, moves in ranks.items()}

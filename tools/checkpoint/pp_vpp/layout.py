@@ -126,7 +126,6 @@ def first_missing(found: Collection[int], size: int | None = None) -> int | None
     """The first number that is missing from 0, 1, … ``size`` - 1; None where none is.
 
     Args:
-        found: the numbers there are
         size: by default one past the largest of them; it may be any number, being read from a file
     """
     if size is None:
@@ -139,7 +138,6 @@ def interleaved(pipeline_size: int, chunks: int) -> list[ChunkId]:
     """Every chunk of a layout in pipeline order: chunk 0 of all ranks, then chunk 1, and so on.
 
     Args:
-        pipeline_size: pipeline ranks
         chunks: chunks of each rank; 1 stands for the plain key ``model``
     """
     return [
@@ -156,13 +154,9 @@ def one_to_one(
     outputs: Sequence[OutputSide],
     empty: Sequence[ChunkId] = (),
 ) -> Plan:
-    """Each old chunk becomes one new chunk, unchanged.
+    """Each old chunk, in pipeline order, becomes one new chunk, unchanged.
 
     Args:
-        sources: old chunks in pipeline order
-        targets: the new chunk of each
-        layers: number of layers of each
-        outputs: the output sides
         empty: new chunks that hold nothing
     """
     moves, first_layer = [], 0
@@ -194,8 +188,6 @@ def resplit(
     Args:
         sources: old chunks in pipeline order
         layers: number of layers of each
-        pipeline_size: new pipeline ranks
-        virtual_size: new chunks of each rank
         new_layers: layers of each new chunk in pipeline order; default: the same number each
 
     Raises:

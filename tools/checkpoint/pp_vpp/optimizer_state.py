@@ -103,10 +103,6 @@ class RankOptimizer:
 def parse(state: Any, where: str) -> RankOptimizer:
     """Take a rank's ``optimizer`` entry apart.
 
-    Args:
-        state: the entry
-        where: what an error message calls it
-
     Raises:
         CheckpointError: the layout isn't one of those known
     """
@@ -199,9 +195,7 @@ def assign_masters(
     """Give each half-precision parameter its fp32 master.
 
     Args:
-        rank: the rank's optimizer state
         named: each parameter of the model with its slot, in model order
-        where: what an error message calls it
 
     Returns:
         the slots, in the same order

@@ -64,7 +64,6 @@ def match(
     Args:
         tensors: the rank's tensors in model order, chunk after chunk
         groups: the groups of all its optimizers, with their slots in order
-        where: what an error message calls the optimizer state
 
     Raises:
         CheckpointError: no way fits, or several do

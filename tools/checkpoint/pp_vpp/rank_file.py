@@ -101,10 +101,6 @@ class RankFile:
 def take_apart(mapped: MappedFile, *, with_optimizer: bool) -> RankFile:
     """Split a rank file's model and optimizer state into chunks.
 
-    Args:
-        mapped: the file
-        with_optimizer: look at the optimizer state too
-
     Raises:
         CheckpointError: a key is missing, or the optimizer state can't be told apart
     """
@@ -211,7 +207,6 @@ def assembled_chunk(
     """A chunk put together from layers of old ones.
 
     Args:
-        move: what it is made of
         pieces: the runs of layers with the rank file each comes from
         first: number and rank file of the old chunk with the embedding
         last: number and rank file of the old chunk with the final norm and the head
@@ -248,8 +243,6 @@ def put_together(
 
     Args:
         chunks: its chunks; one for a rank without virtual pipeline
-        sizes: of the output
-        with_optimizer: carry the optimizer state
 
     Raises:
         CheckpointError: chunks from several files that differ in what a rank has only once

@@ -64,9 +64,6 @@ def _number(args: Any, name: str) -> int | None:
 def refuse_misplaced_files(files: Placed) -> None:
     """Refuse directories that are exchanged, and a file that was copied over another.
 
-    Args:
-        files: those of one checkpoint
-
     Raises:
         CheckpointError: names the first one
     """

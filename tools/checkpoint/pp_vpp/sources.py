@@ -163,7 +163,6 @@ class Side:
         the largest: the directories decide, where some stage has as many ranks as ``args`` say.
 
         Args:
-            ranks: pipeline ranks
             largest: tensor ranks of the stage that has most of them, of all sides of the model
 
         Raises:
@@ -293,7 +292,6 @@ def look_at(name: str, directory: Path, read: MapFile) -> Side:
     Args:
         name: 'edge', 'cloud' or ''
         directory: ``iter_XXXXXXX``, ``release``, or one of any other name
-        read: maps a rank file
 
     Raises:
         CheckpointError: a directory name that isn't one of Megatron's; a rank without its file;

@@ -69,7 +69,6 @@ def read(path: Path, trust: bool) -> MappedFile:
     """Map a rank file.
 
     Args:
-        path: the file
         trust: load without restriction on classes
 
     Raises:
@@ -108,9 +107,6 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
     """Save a state whose tensors lie in mapped files, none of them changed since.
 
     Args:
-        path: file to make
-        state: what to save
-        records: where the mapped storages lie
         wrote: is told the number of bytes after each write
 
     Raises:
