@@ -116,7 +116,7 @@ def measured_conversion(words: list[str]) -> None:
     """Run the tool in this process, and print its times and memory as JSON."""
     start = time.perf_counter()
     sys.path.insert(0, str(REPOSITORY))
-    import tools.checkpoint.pp_vpp.commands  # noqa: F401  the tool imports it only when it is needed
+    import tools.checkpoint.pp_vpp.convert  # noqa: F401  the tool imports it only when it is needed
     from tools.checkpoint.convert_ckpt_pp_vpp import main
 
     imported, before = time.perf_counter(), anonymous_memory()

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,9 +24,7 @@ if __package__ in (None, ''):  # run as a script
 from .common.arguments import add_version, local_path, natural, positive
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
-
-if TYPE_CHECKING:
-    from .pp_vpp.commands import Conversion
+from .pp_vpp import commands
 
 # torch and megatron-core take seconds to import: arguments that can't work are told before that.
 
@@ -207,81 +205,65 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def conversion(args: argparse.Namespace) -> 'Conversion':
+def conversion(args: argparse.Namespace) -> commands.Conversion:
     """What the arguments ask for.
 
     Raises:
         Misuse: arguments that don't go together, or one that is missing
     """
-    name, words = {'merge': _merge, 'split': _split, 'reshape': _reshape}[args.command](args)
-    for root in (getattr(args, source.replace('-', '_'), None) for source in _LOAD):
-        if root is not None and not os.path.isdir(root):
+    made = {'merge': _merge, 'split': _split, 'reshape': _reshape}[args.command](args)
+    for root in made.sources.values():
+        if not os.path.isdir(root):
             raise Misuse(f'{root}: no such directory')
-    from .pp_vpp import commands
-
-    made: Conversion = getattr(commands, name)(**words)
     return made
 
 
-# Name and arguments of the function in ``pp_vpp.commands`` that makes a conversion.
-_Call = tuple[str, dict[str, Any]]
-
-
-def _reshape(args: argparse.Namespace) -> _Call:
+def _reshape(args: argparse.Namespace) -> commands.Conversion:
     _need(args, 'load_dir', 'save_dir', 'pipeline_size', 'virtual_size')
-    return 'reshape', {
-        'pipeline_size': args.pipeline_size,
-        'virtual_size': args.virtual_size,
-        'layers_per_chunk': args.layers_per_chunk,
-        'source': args.load_dir,
-        'output': args.save_dir,
-    }
+    sizes = args.pipeline_size, args.virtual_size, args.layers_per_chunk
+    return commands.reshape(*sizes, args.load_dir, args.save_dir)
 
 
-def _merge(args: argparse.Namespace) -> _Call:
+def _merge(args: argparse.Namespace) -> commands.Conversion:
     sides = ('load_dir_edge', 'load_dir_cloud', 'save_dir_edge', 'save_dir_cloud')
     if args.pipeline_size is not None:
         stages = ('merge_stages', 'merge_cloud_stages', 'middle_stages')
         _refuse(args, '--pipeline-size', *stages, *sides)
         _need(args, 'load_dir', 'save_dir')
-        return 'merge_plain', {
-            'pipeline_size': args.pipeline_size,
-            'source': args.load_dir,
-            'output': args.save_dir,
-        }
+        return commands.merge_plain(args.pipeline_size, args.load_dir, args.save_dir)
     _refuse(args, '--merge-stages', 'save_dir')
     _need(args, 'merge_stages', 'save_dir_edge', 'save_dir_cloud')
     if args.merge_cloud_stages is not None:
         _refuse(args, '--merge-cloud-stages', 'middle_stages')
     elif args.middle_stages is None:
         raise Misuse('--merge-stages: needs --merge-cloud-stages or --middle-stages too')
-    return 'merge_sides', {
-        'edge_stages': args.merge_stages,
-        'cloud_stages': args.merge_cloud_stages or [],
-        'middle_stages': args.middle_stages or [],
-        'sources': _sources(args),
-        'outputs': {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
-    }
+    return commands.merge_sides(
+        args.merge_stages,
+        args.merge_cloud_stages or [],
+        args.middle_stages or [],
+        _sources(args),
+        {'edge': args.save_dir_edge, 'cloud': args.save_dir_cloud},
+    )
 
 
-def _split(args: argparse.Namespace) -> _Call:
+def _split(args: argparse.Namespace) -> commands.Conversion:
     _need(args, 'save_dir')
     options = [getattr(args, name.replace('-', '_')) for name in _SPLIT]
     if args.load_dir is not None and all(option is None for option in options):
         _refuse(args, '--load-dir', 'load_dir_edge', 'load_dir_cloud')
-        return 'split_plain', {'source': args.load_dir, 'output': args.save_dir}
+        return commands.split_plain(args.load_dir, args.save_dir)
     if args.middle_ranks is not None:
         _refuse(args, '--middle-ranks', 'split_cloud_rank', 'num_cloud_vpp_chunks')
     elif args.num_cloud_vpp_chunks is None:
         raise Misuse('split: needs --num-cloud-vpp-chunks or --middle-ranks')
-    return 'split_sides', {
-        'edge_rank': args.split_rank or 0,
-        'cloud_rank': args.split_cloud_rank or 0,
-        'cloud_chunks': args.num_cloud_vpp_chunks or 0,
-        'middle_ranks': args.middle_ranks or [],
-        'sources': _sources(args),
-        'output': args.save_dir,
-    }
+    return commands.split_sides(
+        args.split_rank or 0,
+        args.split_cloud_rank or 0,
+        args.num_cloud_vpp_chunks or 0,
+        args.middle_ranks or [],
+        _sources(args),
+        args.save_dir,
+    )
 
 
 def _sources(args: argparse.Namespace) -> dict[str, Path]:
@@ -327,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _run(asked: 'Conversion', args: argparse.Namespace) -> int:
+def _run(asked: commands.Conversion, args: argparse.Namespace) -> int:
     import_quickly('torch')
     from .common.errors import CheckpointError
     from .common.progress import format_bytes, format_seconds

@@ -7,14 +7,17 @@ A plan raises ``CheckpointError`` where the sources don't hold what the command 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
 
 from ..common.errors import CheckpointError
 from .layout import ChunkId, OutputSide, Plan, interleaved, one_to_one, resplit
-from .sources import Side, refuse_unproven_empty
 
-Sides = Mapping[str, Side]
+if TYPE_CHECKING:  # it needs torch, which takes seconds to import
+    from .sources import Side
+
+Sides = Mapping[str, 'Side']
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def _whole_chunks(
     return one_to_one(chunks, targets, layers, outputs, empty)
 
 
-def _standard(side: Side, rank: int, flag: str) -> ChunkId:
+def _standard(side: 'Side', rank: int, flag: str) -> ChunkId:
     """The plain ``model`` of a stage."""
     stage = side.stage(rank, flag)
     if None not in stage.layers:
@@ -195,12 +198,12 @@ def _standard(side: Side, rank: int, flag: str) -> ChunkId:
             f'{stage.path}: has virtual chunks (model0 … model{len(stage.layers) - 1}), '
             'expected a standard stage with key `model`; use split or reshape'
         )
-    refuse_unproven_empty(stage)
+    stage.refuse_unproven_empty()
     return ChunkId(side.name, rank)
 
 
 def _chunks(
-    side: Side, rank: int, count: int, flag: str, *, of_merged_stages: bool = False
+    side: 'Side', rank: int, count: int, flag: str, *, of_merged_stages: bool = False
 ) -> list[ChunkId]:
     """The chunks of one pipeline rank.
 
@@ -218,7 +221,7 @@ def _chunks(
             f'{stage.path}: has {len(stage.layers)} chunks, expected {count} ({flag})'
         )
     if of_merged_stages and rank == 0:
-        refuse_unproven_empty(stage)
+        stage.refuse_unproven_empty()
     elif stage.empty:
         raise CheckpointError(
             f'{stage.path}: key `{chunk_key(stage.empty[0])}` is empty, so rank {rank} has no '
@@ -227,7 +230,7 @@ def _chunks(
     return [ChunkId(side.name, rank, number) for number in range(count)]
 
 
-def _middle(side: Side, rank: int) -> ChunkId:
+def _middle(side: 'Side', rank: int) -> ChunkId:
     """``model0`` of a rank whose other chunks are empty; it may have no layers either."""
     stage = side.stage(rank, '--middle-ranks')
     filled = stage.layers.keys() - stage.empty
@@ -238,7 +241,7 @@ def _middle(side: Side, rank: int) -> ChunkId:
             f'found {found or "nothing"}'
         )
     if not filled:
-        refuse_unproven_empty(stage)
+        stage.refuse_unproven_empty()
     return ChunkId(side.name, rank, 0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key, is_model_part
 
 from ..common.errors import CheckpointError, reading
-from ..common.numbers import whole
+from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname
 from . import edges, optimizer_state, param_match
 from .keys import chunk_numbers, count_layers, is_prediction, layer_of, renumber
@@ -80,6 +80,18 @@ class RankFile:
     def predicts(self) -> list[int | None]:
         """Numbers of the chunks with multi-token prediction."""
         return [n for n, chunk in self.chunks.items() if any(map(is_prediction, chunk))]
+
+    def refuse_unproven_empty(self) -> None:
+        """An empty chunk is one of a layout that has such, or a lost one; the layer count tells.
+
+        Raises:
+            CheckpointError: nothing tells
+        """
+        if self.empty and number_in(self.args, 'num_layers') is None:
+            raise CheckpointError(
+                f'{self.path}: a chunk is empty, and without num_layers in args nothing tells '
+                'whether it lost its layers'
+            )
 
     def stage_state(self, chunk: int | None) -> dict[str, Any]:
         """Entries that the stage of a chunk has for itself: as kept by a merge, or the rank's."""

@@ -115,7 +115,7 @@ class Side:
                     f'{stage.path}: has {len(stage.layers)} chunks, {first.path} has '
                     f'{len(first.layers)}; expected the same number on each rank'
                 )
-            refuse_unproven_empty(stage)
+            stage.refuse_unproven_empty()
         virtual = number_in(self.args, 'virtual_pipeline_model_parallel_size') or 1
         if self.args is not None and virtual != len(first.layers):
             raise CheckpointError(
@@ -215,19 +215,6 @@ def shard_paths(sides: Mapping[str, Side], plan: Plan) -> Shards:
         for name, ranks in used.items()
         for shard in sides[name].shards(ranks, largest)
     }
-
-
-def refuse_unproven_empty(stage: RankFile) -> None:
-    """An empty stage is one of a layout that has such, or a lost one; the layer count tells.
-
-    Raises:
-        CheckpointError: nothing tells
-    """
-    if stage.empty and number_in(stage.args, 'num_layers') is None:
-        raise CheckpointError(
-            f'{stage.path}: a chunk is empty, and without num_layers in args nothing tells '
-            'whether it lost its layers'
-        )
 
 
 def split_path(path: Path) -> tuple[Path, int | str | None]:
