@@ -113,7 +113,8 @@ def load_checkpoint(
             result = upstream.load_checkpoint(
                 ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
             )
-            load_optimizer_when_finetuning(_current_load)
+            if not kwargs.get('skip_load_to_model_and_opt'):
+                load_optimizer_when_finetuning(_current_load)
             own_schedule = not getattr(get_args(), 'use_checkpoint_opt_param_scheduler', False)
             if opt_param_scheduler is not None and not own_schedule:
                 # upstream's sets the groups' weight decay before it has the checkpoint's

@@ -155,5 +155,6 @@ def make_lists_again(state: dict, paths: list[tuple]) -> None:
 
 def load_optimizer_when_finetuning(load: Load) -> None:
     """Load what upstream leaves alone under ``--finetune``, where it doesn't retarget itself."""
-    if load.retarget and load.plan.load_optim and load.loaded is not None and load.args.finetune:
+    asked = load.retarget is not None and load.plan.load_optim and load.args.finetune
+    if asked and load.loaded is not None and not load.optimizer.is_stub_optimizer:
         load.optimizer.load_state_dict(load.loaded['optimizer'])

@@ -102,6 +102,25 @@ def test_what_a_translating_load_sets_on_an_instance_it_puts_back(finetune, args
     assert 'reload_model_params' not in vars(optimizer)
 
 
+@pytest.mark.parametrize('finetune', [False, True])
+def test_a_rank_without_parameters_to_train_loads_weights(finetune, args):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    source = Training.start(gpt(), distributed_optimizer())
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    frozen = hybrid('*-*-')
+    frozen[0].requires_grad_(False)
+    run = Training.start(frozen, distributed_optimizer())
+    assert run.optimizer.is_stub_optimizer
+    args.hybrid_layer_pattern, args.finetune, args.num_layers = '*-*-', finetune, 4
+    assert load_checkpoint(run.model, run.optimizer, None)[0] == (0 if finetune else 3)
+    embeddings = [
+        dict(of.model[0].named_parameters())['module.embedding.word_embeddings.weight']
+        for of in (source, run)
+    ]
+    assert torch.equal(*embeddings)
+
+
 OURS = str(REPOSITORY / 'megatron')
 
 
