@@ -138,9 +138,8 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
         if layer_maps.indexed:
             entry.key = f'{key.prefix}{DECODER}.{gpt_layer}.{part}'
             return entry
-        name = f'{DECODER}.{part}'
-        entry.key = key.prefix + name
-        partly = layer_maps.may_be_partly_read(name)
+        entry.key = f'{key.prefix}{DECODER}.{part}'
+        partly = is_partly_read(entry.key, layer_maps)
         stack = chunk_of_one_layer if partly else _prepend_gpt_layer_axis
         return stack(entry, gpt_layer, layer_maps.num_gpt_layers)
 
@@ -149,7 +148,7 @@ def retarget_sharded_state_dict_to_gpt_checkpoint(
 
 def is_partly_read(key: str, layer_maps: GPTCompatLayerMaps) -> bool:
     """Whether of the GPT checkpoint's ``key``, of any state, some layers may stay unread."""
-    return layer_maps.may_be_partly_read(parse_key(key).name)
+    return layer_maps.may_be_partly_read(parse_key(key))
 
 
 def _warm_start_of(key: Key, layer_maps: GPTCompatLayerMaps) -> tuple[int | None, str]:

@@ -11,7 +11,7 @@ compared with the layers of a checkpoint:
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .checkpoint_keys import DECODER
+from .checkpoint_keys import DECODER, Key, parse_key
 from .checkpoint_layout import DENSE, MOE, CheckpointLayout
 from .pattern_symbols import ParsedHybridPattern, Symbols, parse_hybrid_pattern
 
@@ -25,7 +25,6 @@ _INDEXER = 'self_attention.core_attention.indexer.'
 
 # How keys of a GPT layer's attention go on, and of the input norm where that stands alone.
 ATTENTION_PARTS = ('input_layernorm.', 'self_attention.')
-_STACKED_ATTENTION = tuple(f'{DECODER}.{part}' for part in ATTENTION_PARTS)
 REPLACE_ATTENTION = '--replace-gpt-attention'
 
 
@@ -102,21 +101,22 @@ class GPTCompatLayerMaps:
         """Whether ``part``, the rest of a key after the layer, is of an indexer without source."""
         return self.fresh_indexers and part.startswith(_INDEXER)
 
-    def may_be_partly_read(self, key: str) -> bool:
+    def may_be_partly_read(self, key: Key) -> bool:
         """Whether of the GPT checkpoint's weight ``key`` some layers are read and others not."""
-        return bool(self.replaced) and key.startswith(_STACKED_ATTENTION)
+        return bool(self.replaced) and key.layer is None and _is_of_attention(key)
 
     def may_be_unread(self, key: str) -> bool:
         """Whether nothing needs to read the GPT checkpoint's weight ``key``."""
-        prefix, _, part = key.partition(f'{DECODER}.')
-        if prefix or not self.replaced:
+        own = parse_key(key)
+        if own.prefix or not _is_of_attention(own):
             return False
         if not self.indexed:
-            replaced = len(self.replaced) == self.num_gpt_layers
-        else:
-            layer, _, part = part.partition('.')
-            replaced = layer.isdecimal() and int(layer) in self.replaced
-        return replaced and part.startswith(ATTENTION_PARTS)
+            return 0 < len(self.replaced) == self.num_gpt_layers
+        return own.layer in self.replaced
+
+
+def _is_of_attention(key: Key) -> bool:
+    return key.block == DECODER and key.part.startswith(ATTENTION_PARTS)
 
 
 class _PatternRefusedError(Exception):
