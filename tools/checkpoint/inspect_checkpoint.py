@@ -86,7 +86,9 @@ def inspect_checkpoint(path: str | Path) -> 'CheckpointSummary':
             or holds what would have to be run
         OSError: a file can't be read
     """
-    from .common.directory import LEGACY, find_checkpoint
+    from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY
+
+    from .common.directory import find_checkpoint
     from .common.errors import reading
 
     found = find_checkpoint(path)

@@ -11,7 +11,11 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     kind_of,
 )
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    HYBRID,
+    TORCH_DIST,
+)
 from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
@@ -24,7 +28,7 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..common.directory import DISTRIBUTED, FSDP, FoundCheckpoint
+from ..common.directory import FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
 from ..common.stored import COMMON_KEY, check_stored_files
@@ -51,7 +55,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
             run
     """
     directory, format_, metadata = found.directory, found.format, found.metadata
-    if format_ == DISTRIBUTED:
+    if format_ == TORCH_DIST:
         read_config(directory)
     check_stored_files(directory, metadata)
     manifest = _manifest(directory)
@@ -59,9 +63,9 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
     model = ModelSummary.of(layout)
     common: dict[str, Any] = {}
     report = None
-    if format_ in (DISTRIBUTED, FSDP):
+    if format_ in (TORCH_DIST, FSDP_DTENSOR):
         common = read_common_state(directory, metadata)
-    if format_ == DISTRIBUTED:
+    if format_ == TORCH_DIST:
         report = resume_report(directory, metadata, common)
     parallel = parallel_sizes(arguments_in(common))
     iteration = common.get('iteration')

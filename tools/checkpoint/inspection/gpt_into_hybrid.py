@@ -9,7 +9,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_metadata,
 )
-from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID
+from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID, LEGACY
 from megatron_overlay.standalone.dist_checkpointing.gpt_layer_maps import GPTCompatLayerMaps
 from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     LEGACY_REFUSAL,
@@ -30,7 +30,7 @@ from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
 
 from megatron_overlay.errors import CheckpointingException
 
-from ..common.directory import LEGACY, FoundCheckpoint, find_checkpoint
+from ..common.directory import FoundCheckpoint, find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import TRACKER_NAME
 from ..common.stdout import printable, tell

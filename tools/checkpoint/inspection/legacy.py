@@ -10,10 +10,10 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
     CheckpointLayout,
     layout_from_keys,
 )
-from megatron_overlay.standalone.dist_checkpointing.format_names import NO_STATE
+from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, NO_STATE
 from megatron_overlay.standalone.dist_checkpointing.load_plan import LEGACY_REFUSAL
 
-from ..common.directory import LEGACY, FoundCheckpoint
+from ..common.directory import FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.numbers import number_in, whole
 from ..common.paths import parse_iteration_dirname

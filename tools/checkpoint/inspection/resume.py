@@ -16,7 +16,9 @@ from megatron_overlay.standalone.dist_checkpointing.format_names import (
     FLATTENED,
     FULLY_RESHARDABLE,
     IN_BUCKETS,
+    LEGACY,
     PLAIN,
+    TORCH_DIST,
 )
 from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
 from megatron_overlay.standalone.dist_checkpointing.optimizer_load import conversion_command
@@ -34,7 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
 from ..common import stored
-from ..common.directory import DISTRIBUTED, LEGACY, find_checkpoint
+from ..common.directory import find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, describe_foreign
 from ..common.safe_load import NOTHING_RUNS
@@ -138,8 +140,8 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
         CheckpointError: there is none, with the reason.
     """
     found = find_checkpoint(checkpoint)
-    if found.format != DISTRIBUTED:
-        reason = f'has the format {found.format}; only {DISTRIBUTED} checkpoints can be looked at'
+    if found.format != TORCH_DIST:
+        reason = f'has the format {found.format}; only {TORCH_DIST} checkpoints can be looked at'
         if found.format == LEGACY:
             reason = describe_foreign(found.directory)
         raise CheckpointError(f'{found.directory}: {reason}')

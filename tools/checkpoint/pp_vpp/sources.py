@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.directory import DISTRIBUTED, LEGACY, find_checkpoint
+from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, TORCH_DIST
+
+from ..common.directory import find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.numbers import number_in
 from ..common.paths import (
@@ -254,7 +256,7 @@ def find_directory(root: Path, iteration: int | str | None) -> Path:
                 'with --iteration'
             )
     found = find_checkpoint(root if iteration is None else iteration_dir(home, iteration))
-    if found.format == DISTRIBUTED:
+    if found.format == TORCH_DIST:
         raise CheckpointError(
             f'{found.directory}: a torch_dist checkpoint (metadata.json), expected legacy `torch` '
             '(mp_rank_*); torch_dist loads into any pipeline layout as it is, and '
