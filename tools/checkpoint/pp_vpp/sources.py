@@ -284,7 +284,7 @@ def look_at(name: str, directory: Path, read: MapFile) -> Side:
 
     Raises:
         CheckpointError: a directory name that isn't one of Megatron's; a rank without its file;
-            two directories for one rank; a file that isn't a rank's
+            a file that isn't a rank's
     """
     names = sorted(entry.name for entry in directory.iterdir() if entry.name[:7] == 'mp_rank')
     ranks = [_parse(directory, entry) for entry in names]
@@ -303,10 +303,6 @@ def look_at(name: str, directory: Path, read: MapFile) -> Side:
     files = {
         (rank.pp or 0, rank.tp, rank.ep): path for rank, path in zip(ranks, paths, strict=True)
     }
-    if len(files) < len(names):
-        raise CheckpointError(
-            f'{directory}: two directories for the same rank ({", ".join(names)})'
-        )
     stages = {
         rank: take_apart(read(files[rank, *shards_of(files, rank)[0]]), with_optimizer=False)
         for rank in sorted({pp for pp, _, _ in files})

@@ -50,7 +50,7 @@ ONE_STAGE = {
         MERGE,
         'bak: not a rank directory',
     ),
-    'two directories for one rank': (
+    'another directory name for a rank': (
         add_file(f'{ITERATION}/mp_rank_00_0001/x'),
         MERGE,
         '0001: not a rank directory',
