@@ -2,8 +2,9 @@
 
 import fnmatch
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,17 +14,7 @@ from ..common.errors import CheckpointError
 from .geometry import Box, apart
 from .options import SAVE_DTYPES
 from .payload import read_bytes
-from .source import Slice, Source, TensorEntry
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk as one source stores it."""
-
-    path: Path
-    piece: Slice
-    box: Box
-    dtype: torch.dtype
+from .source import Content, Slice, Source, StoredChunk, TensorEntry, stored_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +169,16 @@ class MergePlan:
     config: dict[str, object] = field(default_factory=dict)
     reshaped: dict[str, object] = field(default_factory=dict)
 
-    def copy(self, key: str, entry: Slice | TensorEntry, file: Callable[[str], Path]) -> None:
-        """Take over an entry as it is stored, in the files that ``file`` gives by their names."""
+    def copy(self, key: str, entry: Slice | TensorEntry, content: Content) -> None:
+        """Take over an entry of a checkpoint as it is stored."""
         if isinstance(entry, Slice):
             chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
         else:
             chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
             self.copied_tensors[key] = _output_tensor(entry, entry.dtype)
         self.byte_entries += [
-            BytesJob(key, file(piece.file), piece, offsets) for offsets, piece in chunks.items()
+            BytesJob(key, content.file(piece.file), piece, offsets)
+            for offsets, piece in chunks.items()
         ]
 
     @property
@@ -263,7 +255,7 @@ def make_plan(
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
             plan.narrowed.append(key)
     for key, copied in extra_states.extra_states.items():
-        plan.copy(key, copied, extra_states.file)
+        plan.copy(key, copied, extra_states)
     shares = (
         balanced(jobs, [job.source_bytes for job in jobs], world_size)
         if balance
@@ -283,11 +275,7 @@ def _output_tensor(entry: TensorEntry, dtype: torch.dtype) -> OutputTensor:
 def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[StoredChunk, ...]]:
     """For each chunk of the output the chunks of one source that hold its elements."""
     entry = source.tensors[key]
-
-    def chunk(box: Box) -> StoredChunk:
-        piece = entry.chunks[box]
-        return StoredChunk(source.file(piece.file), piece, box, entry.dtype)
-
+    chunk = partial(stored_chunk, source, entry)
     found: dict[Box, tuple[StoredChunk, ...]] = {
         box: (chunk(box),) for box in output.chunks if box in entry.chunks
     }

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -47,29 +48,60 @@ class TensorEntry:
         return frozenset(self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as one checkpoint stores it."""
+
+    path: Path
+    piece: Slice
+    box: Box
+    dtype: torch.dtype
+
+
 @dataclass
-class Source:
-    """The mergeable content of one checkpoint.
+class Content:
+    """What a checkpoint holds.
 
     Attributes:
         directory: checkpoint directory
         config: what ``metadata.json`` says
-        tensors: floating model tensors by FQN
-        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
-            tensors of any dtype
-        embedded_common: bytes of the common state stored as a DCP entry, if any
-        left_out: training state that ``model_only`` leaves unread
         reshaped: core's record of tensors stored under another global shape (core 0.14)
     """
 
     directory: Path
     config: dict[str, object]
+    reshaped: dict[str, object] = field(default_factory=dict, kw_only=True)
+    _files: dict[str, Path] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def file(self, name: str) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
+
+
+def stored_chunk(content: Content, entry: TensorEntry, box: Box) -> StoredChunk:
+    """A chunk of a stored tensor as a plan refers to it."""
+    piece = entry.chunks[box]
+    return StoredChunk(content.file(piece.file), piece, box, entry.dtype)
+
+
+@dataclass
+class Source(Content):
+    """The mergeable content of one checkpoint.
+
+    Attributes:
+        tensors: floating model tensors by FQN
+        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
+            tensors of any dtype
+        embedded_common: bytes of the common state stored as a DCP entry, if any
+        left_out: training state that ``model_only`` leaves unread
+    """
+
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     extra_states: dict[str, Slice | TensorEntry] = field(default_factory=dict)
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
-    reshaped: dict[str, object] = field(default_factory=dict)
-    _files: dict[str, Path] = field(default_factory=dict, repr=False)
 
     @property
     def tensor_config(self) -> dict[str, object]:
@@ -79,25 +111,6 @@ class Source:
         itself shows it.
         """
         return {key: self.config[key] for key in self.config if not key.startswith('common_')}
-
-    def file(self, name: str) -> Path:
-        """The file of a slice; one object for each, of which a plan has many."""
-        if name not in self._files:
-            self._files[name] = self.directory / name
-        return self._files[name]
-
-    @property
-    def common_file(self) -> Path | None:
-        """The legacy ``common.pt``, if there is one."""
-        path = self.directory / COMMON_FILE
-        return path if path.exists() else None
-
-    def slices(self) -> Iterable[Slice]:
-        """Every slice that a merge may read."""
-        for entry in (*self.tensors.values(), *self.extra_states.values()):
-            yield from entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,)
-        if self.embedded_common is not None:
-            yield self.embedded_common
 
 
 def read_source(directory: Path, *, model_only: bool = False, trust: bool = False) -> Source:
@@ -115,8 +128,23 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     metadata = load_dcp_metadata(directory, trust=trust)
     with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         _take_entries(source, metadata, model_only)
-    check_files((source.file(piece.file), piece.end) for piece in source.slices())
+    common = [] if source.embedded_common is None else [source.embedded_common]
+    check_entries(directory, [*source.tensors.values(), *source.extra_states.values(), *common])
     return source
+
+
+def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
+    """Every file of these entries is there and long enough.
+
+    Raises:
+        CheckpointError: one isn't
+    """
+    file = cache(directory.joinpath)
+    check_files(
+        (file(piece.file), piece.end)
+        for entry in entries
+        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
+    )
 
 
 def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
@@ -140,7 +168,7 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
         else:
             _take_bytes(source, key, entry, places)
     _refuse_foreign(source, foreign, model_only)
-    if source.embedded_common is not None and source.common_file is not None:
+    if source.embedded_common is not None and (source.directory / COMMON_FILE).exists():
         raise CheckpointError(
             f'{source.directory}: common state both in {COMMON_FILE} and as {COMMON_KEY}, expected '
             'one; remove the one that is stale'

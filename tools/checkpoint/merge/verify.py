@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from ..common.errors import CheckpointError
 from ..common.tensors import same_bits
 from .payload import OpenFiles, load_chunk, read_bytes
-from .plan import ChunkJob, RankShare, StoredChunk
-from .source import Slice
+from .plan import ChunkJob, RankShare
+from .source import Slice, StoredChunk
 
 _OPEN_FILES = 64
 
@@ -93,7 +93,7 @@ def _loaded(key: str, part: StoredChunk, files: OpenFiles) -> torch.Tensor:
         and not loaded.is_meta
     ):
         return loaded
-    return load_chunk(part.path, part.piece, key, part.dtype, part.box.sizes)
+    return load_chunk(part, key)
 
 
 def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

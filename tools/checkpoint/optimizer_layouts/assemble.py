@@ -16,7 +16,8 @@ from ..common.errors import CheckpointError
 from ..common.tensors import as_bits
 from ..merge.accumulate import BLOCK_ELEMENTS, Stopped
 from ..merge.payload import OpenFiles, load_chunk, locate, read_exactly
-from ..merge.plan import ChunkJob, StoredChunk
+from ..merge.plan import ChunkJob
+from ..merge.source import StoredChunk
 from .plan import OutputChunk, Piece
 
 _OPEN_FILES = 64
@@ -151,11 +152,10 @@ class Assembler:
 
     def _open(self, stored: StoredChunk, key: str) -> '_Opened':
         descriptor = self._files.get(stored.path)
-        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+        offset = locate(descriptor, stored, key)
         if offset is not None:
             return _Opened(stored.path, descriptor, offset)
-        chunk = load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
-        return _Opened(stored.path, whole=chunk.contiguous().view(-1))
+        return _Opened(stored.path, whole=load_chunk(stored, key).contiguous().view(-1))
 
     def _read(self, opened: '_Opened', start: int, out: torch.Tensor) -> None:
         if self._stop.is_set():

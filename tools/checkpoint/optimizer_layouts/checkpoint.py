@@ -1,7 +1,7 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,47 +31,42 @@ from torch.distributed.checkpoint.metadata import (
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
-from ..common.stored import check_files, common_state_slice, read_common_state
+from ..common.stored import common_state_slice, read_common_state
 from ..merge.common_state import CommonState
-from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
+from ..merge.source import (
+    Content,
+    Places,
+    Slice,
+    TensorEntry,
+    check_entries,
+    read_config,
+    tensor_entry,
+)
 
 _FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Content):
     """The content of one checkpoint.
 
     Attributes:
-        directory: checkpoint directory
-        config: what ``metadata.json`` says
         common: its common state
         format: of the optimizer's state, as ``stored_optimizer_format`` names it
         optimizer: the optimizer's tensors by FQN
         optimizer_objects: its other entries
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
-        reshaped: core's record of tensors stored under another global shape (core 0.14)
         layout: of the model, as the keys tell
     """
 
-    directory: Path
-    config: dict[str, object]
     common: CommonState
     format: str = ''
     optimizer: dict[str, TensorEntry] = field(default_factory=dict)
     optimizer_objects: dict[str, Slice] = field(default_factory=dict)
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
-    reshaped: dict[str, object] = field(default_factory=dict)
     layout: CheckpointLayout | None = None
-    _files: dict[str, Path] = field(default_factory=dict, repr=False)
-
-    def file(self, name: str) -> Path:
-        """The file of a slice; one object for each, of which a plan has many."""
-        if name not in self._files:
-            self._files[name] = self.directory / name
-        return self._files[name]
 
     @property
     def args(self) -> object:
@@ -103,19 +98,6 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
     parts = (checkpoint.copied, checkpoint.optimizer, checkpoint.optimizer_objects)
     check_entries(directory, itertools.chain.from_iterable(part.values() for part in parts))
     return checkpoint
-
-
-def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
-    """Every file of these entries is there and long enough.
-
-    Raises:
-        CheckpointError: one isn't
-    """
-    check_files(
-        (directory / piece.file, piece.end)
-        for entry in entries
-        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
-    )
 
 
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:

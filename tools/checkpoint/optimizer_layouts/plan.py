@@ -25,10 +25,9 @@ from ..merge.plan import (
     MergePlan,
     OutputTensor,
     RankShare,
-    StoredChunk,
     balanced,
 )
-from ..merge.source import TensorEntry
+from ..merge.source import StoredChunk, stored_chunk
 from .checkpoint import Checkpoint
 from .common_state import converted_common_state
 
@@ -138,12 +137,6 @@ class ConversionPlan(MergePlan):
     common_state: dict[str, Any] | None = None
 
 
-def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
-    """A chunk of a stored tensor as a plan refers to it."""
-    piece = entry.chunks[box]
-    return StoredChunk(checkpoint.file(piece.file), piece, box, entry.dtype)
-
-
 def output_chunks(
     checkpoint: Checkpoint,
     weight: str,
@@ -185,7 +178,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         }
         for key, entry in checkpoint.copied.items():
-            plan.copy(key, entry, checkpoint.file)
+            plan.copy(key, entry, checkpoint)
     jobs = [*optimizer.chunks, *plan.byte_entries]
     sizes = [job.source_bytes for job in optimizer.chunks]
     sizes += [job.length for job in plan.byte_entries]

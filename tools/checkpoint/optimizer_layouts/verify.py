@@ -14,7 +14,7 @@ from ..common.tensors import same_bits
 from ..merge.geometry import Box
 from ..merge.payload import load_chunk, read_bytes
 from ..merge.plan import RankShare
-from ..merge.source import Slice
+from ..merge.source import Slice, StoredChunk
 from .plan import OutputChunk, Piece
 
 
@@ -39,7 +39,7 @@ def verify_share(
     for job in share.chunks:
         assert isinstance(job, OutputChunk)
         path, piece = next(written)
-        found = load_chunk(path, piece, job.key, job.dtype, job.box.sizes)
+        found = load_chunk(StoredChunk(path, piece, job.box, job.dtype), job.key)
         if not same_bits(found, _expected(job)):
             raise CheckpointError(
                 f'{path}: {job.key} at {job.box.offsets}: differs from what the input stores; the '
@@ -64,8 +64,7 @@ def _expected(job: OutputChunk) -> torch.Tensor:
 def _filled(pieces: Sequence[Piece], box: Box, dtype: torch.dtype) -> torch.Tensor:
     result = torch.empty(box.numel, dtype=dtype, device='cpu')
     for piece in pieces:
-        stored = piece.stored
-        chunk = load_chunk(stored.path, stored.piece, piece.key, stored.dtype, stored.box.sizes)
+        chunk = load_chunk(piece.stored, piece.key)
         part = chunk.reshape(-1)[piece.start : piece.start + piece.count]
         result[piece.at : piece.at + piece.count] = part
     return result.view(box.sizes)
