@@ -37,7 +37,6 @@ class ChunkMerger:
 
     Args:
         weights: one for each source, rounded to fp32 once
-        block_elements: elements of a block
         allow_nonfinite: let inputs be infinite or NaN
         stop: ends the work at the next block when set
 
@@ -51,18 +50,17 @@ class ChunkMerger:
         self,
         weights: Sequence[float],
         *,
-        block_elements: int = BLOCK_ELEMENTS,
         allow_nonfinite: bool = False,
         stop: threading.Event | None = None,
     ) -> None:
         self._weights = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
-        self._block = block_elements
+        self._block = BLOCK_ELEMENTS
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
         self._files = OpenFiles(_OPEN_FILES)
-        self._accumulator = torch.empty(block_elements, dtype=torch.float32, device='cpu')
+        self._accumulator = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32, device='cpu')
         self._scratch = torch.empty_like(self._accumulator)
-        self._raw = _RawBuffer(block_elements)
+        self._raw = _RawBuffer(BLOCK_ELEMENTS)
         self._small = SmallArchives()
         self.read_seconds = 0.0
         self.math_seconds = 0.0

@@ -2,18 +2,19 @@
 
 import fnmatch
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.errors import CheckpointError
 from .geometry import Box, apart
-from .options import SAVE_DTYPES
 from .payload import read_bytes
+from .request import SAVE_DTYPES
 from .source import Content, Slice, Source, StoredChunk, TensorEntry, stored_chunk
 
 
@@ -43,6 +44,11 @@ class ChunkJob:
     def nbytes(self) -> int:
         """Size of the output chunk in bytes."""
         return self.box.numel * self.dtype.itemsize
+
+    @property
+    def places(self) -> Iterable[tuple[Path, Slice]]:
+        """Where what it takes is read."""
+        return ((part.path, part.piece) for stored in self.stored for part in stored)
 
     @property
     def source_bytes(self) -> int:
@@ -158,6 +164,7 @@ class MergePlan:
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
         config: ``metadata.json`` of the output, as the first source has it
+        common_state: of the output; None where there is none to write
         reshaped: core's record of tensors stored under another global shape, carried over
     """
 
@@ -167,6 +174,7 @@ class MergePlan:
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
     config: dict[str, object] = field(default_factory=dict)
+    common_state: dict[str, Any] | None = None
     reshaped: dict[str, object] = field(default_factory=dict)
 
     def copy(self, key: str, entry: Slice | TensorEntry, content: Content) -> None:

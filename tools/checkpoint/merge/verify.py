@@ -22,37 +22,55 @@ from .source import Slice, StoredChunk
 _OPEN_FILES = 64
 
 
-def verify_share(
+def verify_merge(
     directory: Path,
     share: RankShare,
     weights: Sequence[float],
     places: Iterable[_StorageInfo],
-    on_bytes: Callable[[int], object] = lambda count: None,
+    on_bytes: Callable[[int], object],
+) -> None:
+    """Check what one rank wrote of a merge; see ``verify_share``.
+
+    Args:
+        weights: one for each source
+    """
+
+    def fault(job: ChunkJob, written: StoredChunk) -> str | None:
+        if same_bits(_loaded(job.key, written, files), _expected(job, weights, files)):
+            return None
+        return 'differs from the weighted sum of its inputs; the output is not published'
+
+    with closing(OpenFiles(_OPEN_FILES)) as files:
+        verify_share(directory, share, fault, places, on_bytes)
+
+
+def verify_share(
+    directory: Path,
+    share: RankShare,
+    fault: Callable[[ChunkJob, StoredChunk], str | None],
+    places: Iterable[_StorageInfo],
+    on_bytes: Callable[[int], object],
 ) -> None:
     """Check what one rank wrote.
 
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
-        weights: one for each source
+        fault: what is wrong with a chunk that was written
         places: where each of the share's entries is stored
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
-    with closing(OpenFiles(_OPEN_FILES)) as files:
-        for job in share.chunks:
-            path, piece = next(written)
-            output = StoredChunk(path, piece, job.box, job.dtype)
-            if not same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
-                raise CheckpointError(
-                    f'{path}: {job.key} at {job.box.offsets}: differs from the weighted sum of its '
-                    'inputs; the output is not published'
-                )
-            on_bytes(job.source_bytes)
-    for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
+    stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
+    for job in share.chunks:
+        path, piece = next(stored)
+        found = fault(job, StoredChunk(path, piece, job.box, job.dtype))
+        if found:
+            raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: {found}')
+        on_bytes(job.source_bytes)
+    for entry, (path, piece) in zip(share.byte_entries, stored, strict=True):
         if read_bytes(path, piece) != entry.read():
             raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
 

@@ -19,9 +19,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_run,
 )
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.merge.inputs import explicit_inputs
-from tools.checkpoint.merge.prepare import Request
-from tools.checkpoint.merge.run import run_merge
+from tools.checkpoint.merge import accumulate
 from tools.checkpoint.weighted_merge import checkpoint_coefficients
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
@@ -98,15 +96,14 @@ def test_impossible_schedules(iterations, style):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize('weights', [[0.5, 0.3, 0.2], [-0.7, 2.1, 1 / 3], [1e-8, 0.0, 1.0]])
-def test_bit_identical_to_the_plain_loop(tmp_path, dtype, weights):
+def test_bit_identical_to_the_plain_loop(tmp_path, monkeypatch, dtype, weights):
     paths, models = write_run(tmp_path, [1, 2, 3], dtype)
     for block in (1, 7, 64, 1000, 1 << 17):
         if block == 1 and dtype != torch.bfloat16:
             continue
         out = tmp_path / f'out-{block}'
-        run_merge(
-            Request(lambda: explicit_inputs(paths, weights), out, block_elements=block, threads=2)
-        )
+        monkeypatch.setattr(accumulate, 'BLOCK_ELEMENTS', block)
+        merge(paths, weights, out, threads=2)
         assert_same(load_tensors(out), plain_merge(models, weights))
 
 
@@ -116,7 +113,7 @@ def test_the_default_dtype_takes_no_part(tmp_path, out):
     expected = plain_merge(models, weights)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        run_merge(Request(lambda: explicit_inputs(paths, weights), out, verify=True))
+        merge(paths, weights, out, verify=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(load_tensors(out), expected)
@@ -402,8 +399,6 @@ def test_many_times_in_one_process(five, tmp_path):
 
 
 def test_verify_detects_a_wrong_output(five, out, monkeypatch):
-    from tools.checkpoint.merge import accumulate
-
     def wrong(self, job, readers, start, target, right=accumulate.ChunkMerger._merge_block):
         right(self, job, readers, start, target)
         if job.key == ROUTER:
