@@ -29,24 +29,19 @@ TRUST_HINT = 'pass --trust-checkpoints only if you trust whoever wrote it'
 # of those that never run what they read
 NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
-# RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
-# `numpy.core` and since then under `numpy._core`.
-_NUMPY: list[Any] = [
-    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
-    *(
-        (
-            getattr(importlib.import_module(f'numpy._core.{module}'), name),
-            f'numpy.{core}.{module}.{name}',
-        )
-        for module, name in (('multiarray', '_reconstruct'),)
-        for core in ('core', '_core')
-    ),
-]
+
+def _of_numpy(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f'numpy._core.{module}'), name)
+
+
+def _by_both_names(module: str, name: str, found: Any) -> list[Any]:
+    """NumPy's object by the names that NumPy 1 and NumPy 2 give it in pickles."""
+    return [(found, f'numpy.{core}.{module}.{name}') for core in ('core', '_core')]
 
 
 def _of_plain_dtype(module: str, name: str) -> list[Any]:
-    """NumPy's function, for types whose elements are values; by its names of NumPy 1 and 2."""
-    make = getattr(importlib.import_module(f'numpy._core.{module}'), name)
+    """NumPy's function, for types whose elements are values."""
+    make = _of_numpy(module, name)
 
     def checked(*arguments: Any) -> Any:
         for argument in arguments:
@@ -54,10 +49,13 @@ def _of_plain_dtype(module: str, name: str) -> list[Any]:
                 refuse_pointers(argument)
         return make(*arguments)
 
-    return [(checked, f'numpy.{core}.{module}.{name}') for core in ('core', '_core')]
+    return _by_both_names(module, name, checked)
 
 
-_NUMPY += [
+# RNG states, loss figures and the like are stored as NumPy arrays and scalars.
+_NUMPY: list[Any] = [
+    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
+    *_by_both_names('multiarray', '_reconstruct', _of_numpy('multiarray', '_reconstruct')),
     *_of_plain_dtype('multiarray', 'scalar'),
     *_of_plain_dtype('numeric', '_frombuffer'),  # in pickle protocol 5
 ]

@@ -6,15 +6,15 @@ What a command adds to that is a ``Work``: a merge and a conversion each have th
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..common import publish
 from ..common.errors import CheckpointError
@@ -23,12 +23,15 @@ from ..common.progress import peak_memory, progress_bar, resident_memory
 from ..common.publish import Interrupted, Publication
 from ..common.stored import check_files
 from .common_state import save_common_state
+from .payload import OpenFiles
 from .places import Places, stored_places
-from .plan import MergePlan, RankShare
+from .plan import ChunkJob, MergePlan, RankShare
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import Result
 from .request import Request
+from .source import StoredChunk
 from .validate import validate_output
+from .verify import verify_share
 from .writer import ChunkMaker, MergePlanner, MergeWriter, save_merged
 
 MAX_THREADS = 4  # more contend for the interpreter; add ranks instead
@@ -106,15 +109,8 @@ class Work[M: ChunkMaker, R: Result]:
         """What fills chunks in one thread, until the event is set."""
         raise NotImplementedError
 
-    def verify(
-        self,
-        result: R,
-        staging: Path,
-        share: RankShare,
-        places: Iterable[_StorageInfo],
-        on_bytes: Callable[[int], object],
-    ) -> None:
-        """Look at what this rank wrote, and tell the bytes of each chunk."""
+    def fault(self, result: R, job: ChunkJob, written: StoredChunk, files: OpenFiles) -> str | None:
+        """What is wrong with a chunk that was written, if anything."""
         raise NotImplementedError
 
     def complete(self, staging: Path) -> None:
@@ -288,7 +284,8 @@ def _write[R: Result](
         written = perf_counter()
         if verify:
             own = ranks.scatter(places)
-            ranks.agree(lambda: work.verify(result, staging, share, own, bar.update))
+            fault = partial(work.fault, result)
+            ranks.agree(lambda: verify_share(staging, share, own, fault, bar.update))
     work.complete(staging)
     makers = planner.mergers
     load = sum(maker.read_seconds for maker in makers) / max(len(makers), 1)

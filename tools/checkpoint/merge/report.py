@@ -105,7 +105,7 @@ def plan_text(result: MergeResult) -> str:
         f'entries copied: {format_bytes(result.content_bytes)} of content, and what files take '
         'besides',
         f'  {format_bytes(sum(result.rank_bytes))} of content to read by {result.world_size} rank'
-        f'{"s" if result.world_size > 1 else ""}: ' + sizes_text(result.rank_bytes),
+        f'{"s" if result.world_size > 1 else ""}: ' + _sizes(result.rank_bytes),
     ]
     if result.left_out:
         lines.append(f'  {result.left_out} entries of training state in all left unread')
@@ -119,43 +119,39 @@ def report_text(result: MergeResult) -> str:
     lines = [
         f'merged {len(result.inputs)} checkpoints into {result.output_dir}: '
         f'{result.averaged_tensors} tensors, {result.copied_extra_states} _extra_state entries',
-        time_line(result, 'load', 'accumulate'),
-        f'{read_line(result)}, wrote {_written(result)} at '
-        f'{format_rate(result.bytes_written, result.timings.total)}',
-        memory_line(result, 'the merge', result.merge_memory),
     ]
+    wrote = f'{_written(result)} at {format_rate(result.bytes_written, result.timings.total)}'
+    memory = result.merge_memory
+    lines += figure_lines(result, memory, wrote, 'load', 'accumulate', 'the merge')
     lines += [
         f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()
     ]
     return '\n'.join(lines)
 
 
-def time_line(result: Result, load: str, accumulate: str) -> str:
-    """Where the time went; what the command calls reading and arithmetic."""
+def figure_lines(
+    result: Result, own_memory: Sequence[int], wrote: str, load: str, accumulate: str, what: str
+) -> list[str]:
+    """Time, bytes and memory.
+
+    Args:
+        own_memory: of each rank, above what it held at the beginning
+        load, accumulate: what the command calls reading and arithmetic
+        what: it does
+    """
     times = result.timings
-    return (
+    return [
         f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
         f'{load} {times.load:.2f}, {accumulate} {times.accumulate:.2f}, save {times.save:.2f}, '
-        f'verify {times.verify:.2f}, publish {times.publish:.2f})'
-    )
+        f'verify {times.verify:.2f}, publish {times.publish:.2f})',
+        f'read {format_bytes(result.bytes_read)} of content at '
+        f'{format_rate(result.bytes_read, times.total)}, wrote {wrote}',
+        f'peak host memory by rank: {_sizes(result.peak_memory)}; above what was loaded before '
+        f'{what} (Python, torch): {_sizes(own_memory)}',
+    ]
 
 
-def read_line(result: Result) -> str:
-    """What was read, and how fast."""
-    rate = format_rate(result.bytes_read, result.timings.total)
-    return f'read {format_bytes(result.bytes_read)} of content at {rate}'
-
-
-def memory_line(result: Result, what: str, own: Sequence[int]) -> str:
-    """The ranks' memory, and what they took of it themselves, in bytes."""
-    return (
-        f'peak host memory by rank: {sizes_text(result.peak_memory)}; above what was loaded before '
-        f'{what} (Python, torch): {sizes_text(own)}'
-    )
-
-
-def sizes_text(sizes: Sequence[int]) -> str:
-    """Bytes of each rank, of at most 16 of them."""
+def _sizes(sizes: Sequence[int]) -> str:
     return ', '.join(_some([format_bytes(size) for size in sizes]))
 
 
@@ -167,11 +163,7 @@ def _written(result: MergeResult) -> str:
 
 
 def write_json(result: Result, file: Path) -> None:
-    """Write every figure of a result as JSON.
-
-    Raises:
-        CheckpointError: the file can't be written
-    """
+    """Write every figure of a result as JSON."""
     try:
         file.write_text(json.dumps(asdict(result), indent=2, default=str) + '\n')
     except OSError as error:

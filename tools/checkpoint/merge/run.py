@@ -2,19 +2,19 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from .accumulate import ChunkMerger
 from .collective import Figures, Prepared, Work, run_together
 from .integrity import verify_manifests, write_manifest
-from .plan import RankShare
+from .payload import OpenFiles
+from .plan import ChunkJob
 from .prepare import prepare
 from .report import MergeResult
 from .request import MergeRequest
-from .verify import verify_merge
+from .source import StoredChunk
+from .verify import merge_fault
 
 
 def run_merge(request: MergeRequest) -> MergeResult:
@@ -35,15 +35,10 @@ class _Merge(Work[ChunkMerger, MergeResult]):
     def maker(self, result: MergeResult, stop: threading.Event) -> ChunkMerger:
         return ChunkMerger(result.weights, allow_nonfinite=self.request.allow_nonfinite, stop=stop)
 
-    def verify(
-        self,
-        result: MergeResult,
-        staging: Path,
-        share: RankShare,
-        places: Iterable[_StorageInfo],
-        on_bytes: Callable[[int], object],
-    ) -> None:
-        verify_merge(staging, share, result.weights, places, on_bytes)
+    def fault(
+        self, result: MergeResult, job: ChunkJob, written: StoredChunk, files: OpenFiles
+    ) -> str | None:
+        return merge_fault(job, written, files, result.weights)
 
     def complete(self, staging: Path) -> None:
         if self.request.save_integrity:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
-from ..common.errors import CheckpointError, one_line, reading, shown
+from ..common.errors import CheckpointError, one_line, reading, shown, some
 from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
 from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
 from ..common.tensors import dtype_name
@@ -134,11 +134,7 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
 
 
 def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
-    """Every file of these entries is there and long enough.
-
-    Raises:
-        CheckpointError: one isn't
-    """
+    """Refuse entries whose file is missing or ends before they do."""
     file = cache(directory.joinpath)
     check_files(
         (file(piece.file), piece.end)
@@ -165,8 +161,13 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
             else:
                 _check_averaged(source.directory, key, taken.dtype)
                 source.tensors[key] = taken
+        elif is_extra_state(key):
+            source.extra_states[key] = places.slice(MetadataIndex(key))
         else:
-            _take_bytes(source, key, entry, places)
+            raise CheckpointError(
+                f'{source.directory}: {key}: bytes, expected a tensor or the bytes of an '
+                '_extra_state'
+            )
     _refuse_foreign(source, foreign, model_only)
     if source.embedded_common is not None and (source.directory / COMMON_FILE).exists():
         raise CheckpointError(
@@ -208,21 +209,13 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def _take_common(source: Source, key: str, entry: object, places: 'Places') -> None:
-    if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
+    kind = 'bytes' if isinstance(entry, BytesStorageMetadata) else 'a tensor'
+    if (key, kind) != (COMMON_KEY, 'bytes'):
         raise CheckpointError(
-            f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
+            f'{source.directory}: common state stored as {key} ({kind}), expected one '
             f'byte entry {COMMON_KEY}'
         )
     source.embedded_common = places.slice(MetadataIndex(key))
-
-
-def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> None:
-    if not isinstance(entry, BytesStorageMetadata) or not is_extra_state(key):
-        raise CheckpointError(
-            f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
-            '_extra_state'
-        )
-    source.extra_states[key] = places.slice(MetadataIndex(key))
 
 
 def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
@@ -234,10 +227,10 @@ def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
 
 
 def tensor_entry(key: str, entry: TensorStorageMetadata, places: 'Places') -> TensorEntry:
-    """A stored tensor with its chunks, which tile it.
+    """A stored tensor with its chunks.
 
     Raises:
-        CheckpointError: they don't, or one isn't stored
+        CheckpointError: they don't tile it, or one isn't stored
     """
     directory = places.directory
     dtype, shape = entry.properties.dtype, tuple(entry.size)
@@ -294,25 +287,12 @@ class Places:
 def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:
     if foreign:
         raise CheckpointError(
-            f'{source.directory}: {_some(foreign)}: outside the model (model., model<N>., '
+            f'{source.directory}: {some(foreign)}: outside the model (model., model<N>., '
             "decoder., embedding., output_layer., mtp.) and no training state; can't be merged"
         )
     if source.left_out and not model_only:
         raise CheckpointError(
-            f'{source.directory}: holds training state ({_some(source.left_out)}), as an ordinary '
+            f'{source.directory}: holds training state ({some(source.left_out)}), as an ordinary '
             "training checkpoint does; optimizer and RNG state can't be averaged: pass "
             '--model-only to leave them unread'
         )
-
-
-def _some(keys: list[str]) -> str:
-    more = f' and {len(keys) - 3} more' if len(keys) > 3 else ''
-    return ', '.join(sorted(keys)[:3]) + more
-
-
-def _kind(entry: object) -> str:
-    return (
-        'a tensor'
-        if isinstance(entry, TensorStorageMetadata)
-        else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
-    )

@@ -22,33 +22,11 @@ from .source import Slice, StoredChunk
 _OPEN_FILES = 64
 
 
-def verify_merge(
-    directory: Path,
-    share: RankShare,
-    weights: Sequence[float],
-    places: Iterable[_StorageInfo],
-    on_bytes: Callable[[int], object],
-) -> None:
-    """Check what one rank wrote of a merge; see ``verify_share``.
-
-    Args:
-        weights: one for each source
-    """
-
-    def fault(job: ChunkJob, written: StoredChunk) -> str | None:
-        if same_bits(_loaded(job.key, written, files), _expected(job, weights, files)):
-            return None
-        return 'differs from the weighted sum of its inputs; the output is not published'
-
-    with closing(OpenFiles(_OPEN_FILES)) as files:
-        verify_share(directory, share, fault, places, on_bytes)
-
-
 def verify_share(
     directory: Path,
     share: RankShare,
-    fault: Callable[[ChunkJob, StoredChunk], str | None],
     places: Iterable[_StorageInfo],
+    fault: Callable[[ChunkJob, StoredChunk, OpenFiles], str | None],
     on_bytes: Callable[[int], object],
 ) -> None:
     """Check what one rank wrote.
@@ -56,23 +34,33 @@ def verify_share(
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
-        fault: what is wrong with a chunk that was written
         places: where each of the share's entries is stored
+        fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
     stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
-    for job in share.chunks:
-        path, piece = next(stored)
-        found = fault(job, StoredChunk(path, piece, job.box, job.dtype))
-        if found:
-            raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: {found}')
-        on_bytes(job.source_bytes)
+    with closing(OpenFiles(_OPEN_FILES)) as files:
+        for job in share.chunks:
+            path, piece = next(stored)
+            found = fault(job, StoredChunk(path, piece, job.box, job.dtype), files)
+            if found:
+                raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: {found}')
+            on_bytes(job.source_bytes)
     for entry, (path, piece) in zip(share.byte_entries, stored, strict=True):
         if read_bytes(path, piece) != entry.read():
             raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
+
+
+def merge_fault(
+    job: ChunkJob, written: StoredChunk, files: OpenFiles, weights: Sequence[float]
+) -> str | None:
+    """What is wrong with a merged chunk."""
+    if same_bits(_loaded(job.key, written, files), _expected(job, weights, files)):
+        return None
+    return 'differs from the weighted sum of its inputs; the output is not published'
 
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:

@@ -22,7 +22,6 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
 )
 from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -101,7 +100,7 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
 
 
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
-    directory, places = checkpoint.directory, Places(checkpoint.directory, metadata)
+    places = Places(checkpoint.directory, metadata)
     for key, entry in metadata.state_dict_metadata.items():
         kind = kind_of(key)
         if kind == COMMON:
@@ -115,9 +114,7 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
             checkpoint.copied[key] = tensor
             if kind not in TRAINING and not is_extra_state(key):
                 checkpoint.weights[key] = tensor
-        elif isinstance(entry, BytesStorageMetadata):
+        else:
             piece = places.slice(MetadataIndex(key))
             (checkpoint.optimizer_objects if of_optimizer else checkpoint.copied)[key] = piece
-        else:
-            raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
     checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})

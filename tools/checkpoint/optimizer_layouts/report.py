@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.progress import format_bytes
-from ..merge.report import Result, memory_line, read_line, time_line
+from ..merge.report import Result, figure_lines
 from .common_state import TARGET
 from .plan import Position
 
@@ -91,10 +91,9 @@ def report_text(result: ConversionResult) -> str:
         f'converted {result.format} into {result.target}: {result.output_dir}',
         f'{result.elements} elements of main parameters written, each once'
         + (f', {result.proven} proven by their weights' if result.proven else ''),
-        time_line(result, 'read', 'proof'),
-        f'{read_line(result)}, wrote {format_bytes(result.content_bytes)}',
-        memory_line(result, 'the conversion', result.conversion_memory),
     ]
+    wrote, memory = format_bytes(result.content_bytes), result.conversion_memory
+    lines += figure_lines(result, memory, wrote, 'read', 'proof', 'the conversion')
     if result.different_copies:
         number = sum(result.different_copies.values())
         lines.append(

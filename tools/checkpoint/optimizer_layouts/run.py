@@ -2,18 +2,17 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-
 from ..merge.collective import Figures, Prepared, Work, run_together
-from ..merge.plan import RankShare
-from ..merge.verify import verify_share
+from ..merge.payload import OpenFiles
+from ..merge.plan import ChunkJob
+from ..merge.source import StoredChunk
 from .assemble import Assembler
 from .prepare import ConversionRequest, prepare
 from .report import ConversionResult
-from .verify import fault
+from .verify import conversion_fault
 
 
 def run_conversion(request: ConversionRequest) -> ConversionResult:
@@ -30,15 +29,10 @@ class _Conversion(Work[Assembler, ConversionResult]):
     def maker(self, result: ConversionResult, stop: threading.Event) -> Assembler:
         return Assembler(stop)
 
-    def verify(
-        self,
-        result: ConversionResult,
-        staging: Path,
-        share: RankShare,
-        places: Iterable[_StorageInfo],
-        on_bytes: Callable[[int], object],
-    ) -> None:
-        verify_share(staging, share, fault, places, on_bytes)
+    def fault(
+        self, result: ConversionResult, job: ChunkJob, written: StoredChunk, files: OpenFiles
+    ) -> str | None:
+        return conversion_fault(job, written)
 
     def count(self, makers: Sequence[Assembler], staging: Path) -> tuple[int, Counter[str]]:
         """Elements that are their weights', and those of copies that differ."""

@@ -15,12 +15,8 @@ from ..merge.source import StoredChunk
 from .plan import OutputChunk, Piece
 
 
-def fault(job: ChunkJob, written: StoredChunk) -> str | None:
-    """What is wrong with a chunk that was written, see ``verify_share``.
-
-    Raises:
-        CheckpointError: one can't be read
-    """
+def conversion_fault(job: ChunkJob, written: StoredChunk) -> str | None:
+    """What is wrong with a converted chunk."""
     assert isinstance(job, OutputChunk)
     found = load_chunk(written, job.key)
     if not same_bits(found, _expected(job)):
