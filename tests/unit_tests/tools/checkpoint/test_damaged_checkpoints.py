@@ -102,8 +102,9 @@ class Lab:
         damaged.write_bytes(data)
         try:
             options = {'output_iteration': 2, 'threads': 1, **options}
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
                 error = refused(lambda: merge(self.paths, [0.5, 0.5], out, **options))
+            assert 'Traceback' not in said.getvalue()
             if error is not None:
                 assert not (self.root / 'out').exists(), 'something was left'
                 return None
