@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from .errors import CheckpointError, one_line, shown
 from .paths import METADATA_NAME
 from .pickle_scan import refuse_memory_request
-from .safe_load import TRUST_HINT, missing_code, refusal
+from .safe_load import TRUST_HINT, why_not_loaded
 
 _DCP = 'torch.distributed.checkpoint'
 _PATHS = {'Path', 'PosixPath', 'PurePath', 'PurePosixPath'}
@@ -140,15 +140,9 @@ def load_dcp_metadata(
         metadata = pickle.loads(data) if trust else _restricted_loads(data)
     except Exception as error:
         found = re.match(r'refused class (.+)', str(error))
-        raise CheckpointError(
-            f'{file}: '
-            + (
-                refusal(found.group(1), trust_hint)
-                if found
-                else missing_code(error)
-                or f'not DCP metadata, truncated or damaged ({one_line(error)})'
-            )
-        ) from error
+        reason = why_not_loaded(error, found and found[1], trust_hint)
+        reason = reason or f'not DCP metadata, truncated or damaged ({one_line(error)})'
+        raise CheckpointError(f'{file}: {reason}') from error
     if not isinstance(getattr(metadata, 'state_dict_metadata', None), dict) or not isinstance(
         getattr(metadata, 'storage_data', None), dict
     ):

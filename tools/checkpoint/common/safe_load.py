@@ -121,23 +121,12 @@ def load_torch(
         raise CheckpointError(f'{name}: {error}; the file is damaged') from error
     except FileNotFoundError as error:
         raise CheckpointError(f'{name}: no such file') from error
-    except pickle.UnpicklingError as error:
-        refused = _refused_global(str(error))
-        raise CheckpointError(
-            f'{name}: '
-            + (
-                refusal(refused, trust_hint)
-                if refused
-                else f'no torch.save file, truncated or damaged ({_cause(error)})'
-            )
-        ) from error
     except OSError as error:
         raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(
-            f'{name}: '
-            + (missing_code(error) or f'no torch.save file, truncated or damaged ({_cause(error)})')
-        ) from error
+        reason = why_not_loaded(error, _refused_global(error), trust_hint)
+        reason = reason or f'no torch.save file, truncated or damaged ({_cause(error)})'
+        raise CheckpointError(f'{name}: {reason}') from error
 
 
 class _Protocol2:
@@ -209,16 +198,22 @@ _REFUSALS = (
 )
 
 
-def _refused_global(message: str) -> str | None:
-    for pattern in _REFUSALS:
-        match = re.search(pattern, message)
-        if match:
-            return match.group(1)
-    return None
+def _refused_global(error: Exception) -> str | None:
+    found = (re.search(pattern, str(error)) for pattern in _REFUSALS)
+    return next((match.group(1) for match in found if match), None)
 
 
-def refusal(name: str, trust_hint: str) -> str:
-    """Why a class of that full name isn't admitted."""
+def why_not_loaded(error: Exception, refused: str | None, trust_hint: str) -> str | None:
+    """What keeps a file from being loaded that need not be damaged; None for any other error.
+
+    Args:
+        refused: full name of a class that isn't admitted
+        trust_hint: the way out then
+    """
+    return _refusal(refused, trust_hint) if refused else _missing_code(error)
+
+
+def _refusal(name: str, trust_hint: str) -> str:
     module = name.rpartition('.')[0]
     package = IMPORT_MAPPING.get(module, module).partition('.')[0]
     if not package or package in sys.modules or find_spec(package) is not None:
@@ -229,7 +224,7 @@ def refusal(name: str, trust_hint: str) -> str:
     )
 
 
-def missing_code(error: Exception) -> str | None:
+def _missing_code(error: Exception) -> str | None:
     """What a trusted file needs of other code and doesn't find; None for any other error."""
     if isinstance(error, ImportError):
         missing = f'module {error.name}' if error.name else one_line(error)

@@ -24,7 +24,7 @@ from ..common.publish import Interrupted, Publication
 from ..common.stored import check_files
 from .common_state import save_common_state
 from .payload import OpenFiles
-from .places import Places, stored_places
+from .places import WrittenPlaces, stored_places
 from .plan import ChunkJob, MergePlan, RankShare
 from .ranks import RankLost, Ranks, joined_ranks
 from .report import Result
@@ -266,7 +266,7 @@ def _write[R: Result](
     threads = work.request.threads or min(torch.get_num_threads(), MAX_THREADS)
     writer = MergeWriter(staging, result.output_dir, threads, stop)
 
-    def complete() -> list[Places] | None:
+    def complete() -> list[WrittenPlaces] | None:
         assert plan is not None
         if plan.common_state is not None:
             save_common_state(plan.common_state, staging)

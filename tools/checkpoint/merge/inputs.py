@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -168,4 +168,4 @@ def range_inputs(
     inputs = explicit_inputs(
         [known[i] for i in kept], [weights[i] for i in kept], style=style, normalize=normalize
     )
-    return Inputs(inputs.directories, inputs.weights, style, normalize, last_iteration=end)
+    return replace(inputs, last_iteration=end)
