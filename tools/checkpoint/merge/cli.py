@@ -199,7 +199,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check_usage(parser, args)
-    reason = command.not_ready(_missing_input(args))
+    reason = command.start_up(_missing_input(args))
     if reason is not None:
         return complain(reason)
 

@@ -148,15 +148,9 @@ def run_together[R: Result](work_of: Callable[[Any, Ranks], Work[Any, R]], reque
         ranks.agree(lambda: check_visible(own))
         if request.dry_run:
             return result
-        return _publish_together(
-            ranks,
-            result.output_dir,
-            prepared.trackers if prepared else None,
-            lambda staging: _write(
-                work, prepared.plan if prepared else None, result, own.share, staging, memory
-            ),
-            begin,
-        )
+        plan, trackers = (prepared.plan, prepared.trackers) if prepared else (None, None)
+        fill = partial(_write, work, plan, result, own.share, memory)
+        return _publish_together(ranks, result.output_dir, trackers, fill, begin)
 
 
 def _refuse_threads(threads: int | None) -> None:
@@ -249,8 +243,8 @@ def _write[R: Result](
     plan: MergePlan | None,
     result: R,
     share: RankShare,
-    staging: Path,
     memory: int,
+    staging: Path,
 ) -> R:
     """Write this rank's chunks into the staging directory, and check them; collective.
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..common.arguments import add_version, local_path
 from ..common.quiet import import_quickly, missing_packages
@@ -58,11 +58,11 @@ def check_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f'--report-json {args.report}: no such directory')
 
 
-def not_ready(missing_input: object) -> str | None:
-    """Why the work can't begin, told before torch is imported, which takes seconds; else None.
+def start_up(missing_input: object) -> str | None:
+    """Import torch, which takes seconds, unless something is missing; returns what, in words.
 
     Args:
-        missing_input: a path that isn't there
+        missing_input: a path that isn't there; None where all are
     """
     if missing_input is not None:
         return f"{missing_input}: doesn't exist"
@@ -86,11 +86,7 @@ def carry_out[Q: 'Request', R: 'Result'](
 
     rank = int(os.environ.get('RANK', '0'))
     told: list[bool] = []
-
-    def show(result: Any) -> None:
-        told.append(tell(plan_text(result)))
-
-    request.on_plan = show
+    request.on_plan = lambda result: told.append(tell(plan_text(result)))
     try:
         result = run(request)
         text = '' if request.dry_run else report_text(result)
@@ -99,9 +95,8 @@ def carry_out[Q: 'Request', R: 'Result'](
         if rank == 0 and request.report:
             write_json(result, request.report)
     except CheckpointError as error:
-        if rank == 0 or (
-            rank == 1 and isinstance(error, RankLost)
-        ):  # it may be rank 0 that is lost
+        # rank 0 tells for all, unless it may be the one that is lost
+        if rank == 0 or (rank == 1 and isinstance(error, RankLost)):
             complain(error)
         return 1
     except Interrupted as stopped:

@@ -68,7 +68,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     command.check_report(parser, args)
-    reason = command.not_ready(None if os.path.exists(args.load_dir) else args.load_dir)
+    reason = command.start_up(None if os.path.exists(args.load_dir) else args.load_dir)
     if reason is not None:
         return complain(reason)
 
