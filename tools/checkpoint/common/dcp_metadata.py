@@ -113,12 +113,11 @@ def _new_object(cls: Any, base: object, state: object) -> Any:
 
 
 def load_dcp_metadata(
-    path: str | Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
+    directory: Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
 ) -> Metadata:
     """DCP metadata of a checkpoint.
 
     Args:
-        path: checkpoint directory, or its ``.metadata`` file
         trust: unpickle without restriction
         trust_hint: the way out that the message names when a class is refused
 
@@ -126,8 +125,7 @@ def load_dcp_metadata(
         CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata
             (named in the message), or an entry whose fields aren't of their types
     """
-    path = Path(path)
-    file = path / METADATA_NAME if path.is_dir() else path
+    file = directory / METADATA_NAME
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:

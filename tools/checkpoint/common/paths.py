@@ -105,14 +105,12 @@ def tracker_target(root: str | Path) -> Path:
     return target
 
 
-def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
-    """Directory of one iteration (or ``'release'``) in ``root``; the tracker's where None.
+def iteration_dir(root: str | Path, iteration: int | str) -> Path:
+    """Directory of one iteration (or ``'release'``) in ``root``.
 
     Raises:
         CheckpointError: it doesn't exist; the message lists what does
     """
-    if iteration is None:
-        return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(

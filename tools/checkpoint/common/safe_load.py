@@ -61,12 +61,8 @@ _NUMPY: list[Any] = [
 ]
 
 
-def _no_bytes() -> bytes:
-    return b''
-
-
-# How protocol 2 writes them, and nothing that makes more bytes than it holds.
-_BYTES: list[Any] = [(_no_bytes, 'builtins.bytes')]
+# How protocol 2 writes none, and nothing that makes more bytes than it holds.
+_BYTES: list[Any] = [(lambda: b'', 'builtins.bytes')]
 
 
 def load_torch(
@@ -97,7 +93,8 @@ def load_torch(
         admitted = _not_registered([*_NUMPY, *_BYTES, *core_classes.admitted()])
         quiet = quiet_imports() if trust else nullcontext()  # trusted, a file may import core
         with torch.serialization.safe_globals(admitted), quiet:
-            protocol = 2 if trust else _protocol(path)
+            data = None if trust else _pickle_in(path)
+            protocol = 2 if data is None else _protocol(data)
             if protocol < 2:
                 raise CheckpointError(
                     f'{name}: its pickle is of protocol 0 or 1, or damaged; expected 2 to 5: save '
@@ -144,20 +141,15 @@ def unsafe_globals(source: str | IO[bytes]) -> list[str]:
         Exception: of any kind; it is no such file, as loading it will say
     """
     data = _pickle_in(source) or b''
-    if _protocol_of(data) > 2:
+    if _protocol(data) > 2:
         data = as_protocol_2(data)
     unpickler = torch._weights_only_unpickler
     admitted = unpickler._get_allowed_globals().keys() | unpickler._get_user_allowed_globals()
     return sorted(unpickler.get_globals_in_pkl(io.BytesIO(data)) - admitted)
 
 
-def _protocol(source: str | IO[bytes]) -> int:
-    """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
-    data = _pickle_in(source)
-    return 2 if data is None else _protocol_of(data)
-
-
-def _protocol_of(data: bytes) -> int:
+def _protocol(data: bytes) -> int:
+    """Protocol of a pickle, 1 for 0 too; 2 where it can't be told."""
     if len(data) < 2:
         return 2
     return data[1] if data[:1] == pickle.PROTO else 1

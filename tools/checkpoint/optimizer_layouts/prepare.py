@@ -9,8 +9,7 @@ from ..common.directory import (
     DISTRIBUTED,
     FSDP,
     FoundCheckpoint,
-    find_checkpoint,
-    resolve_checkpoint,
+    find_checkpoint_of,
 )
 from ..common.errors import CheckpointError
 from ..common.paths import (
@@ -87,24 +86,17 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
 
 
 def _input(request: ConversionRequest) -> FoundCheckpoint:
-    refuse_url(request.load_dir)
-    if request.iteration is None:
-        return _found(request.load_dir)
-    if any((request.load_dir / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
-        if parse_iteration_dirname(request.load_dir.name) != request.iteration:
+    path, iteration = request.load_dir, request.iteration
+    refuse_url(path)
+    if iteration is not None:
+        if not any((path / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
+            path = iteration_dir(path, iteration)
+        elif parse_iteration_dirname(path.name) != iteration:
             raise CheckpointError(
-                f'{request.load_dir}: the directory of one checkpoint, and not of iteration '
-                f'{request.iteration}; leave out --iteration, or give the root'
+                f'{path}: the directory of one checkpoint, and not of iteration {iteration}; '
+                'leave out --iteration, or give the root'
             )
-        return _found(request.load_dir)
-    return _found(iteration_dir(request.load_dir, request.iteration))
-
-
-def _found(path: Path) -> FoundCheckpoint:
-    found = find_checkpoint(path)
-    if found.format != FSDP:
-        resolve_checkpoint(path)  # refuses others than torch_dist
-    return found
+    return find_checkpoint_of(path, DISTRIBUTED, FSDP)
 
 
 def _iteration(checkpoint: Checkpoint) -> int:
