@@ -260,7 +260,7 @@ def _write[R: Result](
     threads = work.request.threads or min(torch.get_num_threads(), MAX_THREADS)
     writer = MergeWriter(staging, result.output_dir, threads, stop)
 
-    def complete() -> list[WrittenPlaces] | None:
+    def finish() -> list[WrittenPlaces] | None:
         assert plan is not None
         if plan.common_state is not None:
             save_common_state(plan.common_state, staging)
@@ -273,7 +273,7 @@ def _write[R: Result](
         planner = MergePlanner(share, plan, lambda: work.maker(result, stop), stop, bar.update)
         ranks.agree(lambda: _save(planner, writer, ranks))
         publish.step('written')
-        places = ranks.agree(complete, root_only=True)
+        places = ranks.agree(finish, root_only=True)
         publish.step('completed')
         written = perf_counter()
         if verify:

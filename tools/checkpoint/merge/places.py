@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .plan import ChunkJob, Entry, MergePlan
+from .plan import Entry, MergePlan, index_of
 
 _AT_ONCE = 1000
 
@@ -82,7 +82,7 @@ def stored_places(
         entries = share.entries
         places = WrittenPlaces(len(entries))
         for number, job in enumerate(entries):
-            info = storage[job.index]
+            info = storage[index_of(job)]
             places.put(number, info.relative_path, info.offset)
             places.lengths[number] = info.length
         found.append(places)
@@ -112,8 +112,7 @@ def output_metadata(
         metadata.mcore_data = plan.reshaped
 
     def index(job: Entry) -> MetadataIndex:
-        offsets = job.box.offsets if isinstance(job, ChunkJob) else job.offsets
-        return _Index(job.key, None if offsets is None else size(offsets))
+        return _Index(job.key, None if job.offsets is None else size(job.offsets))
 
     results = (
         WriteResult(index(job), place.length, place)

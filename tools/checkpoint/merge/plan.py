@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -36,9 +36,9 @@ class ChunkJob:
     stored: tuple[tuple[StoredChunk, ...], ...]
 
     @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key, self.box.offsets)
+    def offsets(self) -> tuple[int, ...]:
+        """Where the chunk begins."""
+        return self.box.offsets
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class ChunkJob:
 
 @dataclass(frozen=True, slots=True)
 class BytesJob:
-    """Bytes of an ``_extra_state`` that are copied from one source as they are.
+    """Bytes of an entry that are copied from a checkpoint as they are.
 
     Attributes:
         offsets: where the chunk begins, of one that is stored as a tensor
@@ -68,11 +68,6 @@ class BytesJob:
     path: Path
     piece: Slice
     offsets: tuple[int, ...] | None = None
-
-    @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key, None if self.offsets is None else torch.Size(self.offsets))
 
     @property
     def places(self) -> tuple[tuple[Path, Slice], ...]:
@@ -95,21 +90,13 @@ class BytesJob:
 
 @dataclass(frozen=True, slots=True)
 class MadeBytes:
-    """Bytes of an entry that no source has."""
+    """Bytes of an entry that no checkpoint has."""
+
+    offsets: ClassVar[None] = None
+    places: ClassVar[tuple[()]] = ()
 
     key: str
     content: bytes
-    offsets: None = None
-
-    @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key)
-
-    @property
-    def places(self) -> tuple[()]:
-        """Where its bytes are read: nowhere."""
-        return ()
 
     @property
     def length(self) -> int:
@@ -122,6 +109,11 @@ class MadeBytes:
 
 
 Entry = ChunkJob | BytesJob | MadeBytes
+
+
+def index_of(entry: Entry) -> MetadataIndex:
+    """What the metadata calls it."""
+    return MetadataIndex(entry.key, entry.offsets)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..common.dcp_metadata import entry_name, load_dcp_metadata
 from ..common.errors import CheckpointError, some
 from ..common.stored import check_files
 from .geometry import Box
-from .plan import MergePlan
+from .plan import MergePlan, index_of
 from .source import Source, TensorEntry
 
 
@@ -167,7 +167,7 @@ def _planned_lengths(plan: MergePlan) -> Iterator[tuple[MetadataIndex, int, floa
         for box in tensor.boxes:
             yield MetadataIndex(key, box.offsets), box.numel * tensor.dtype.itemsize, math.inf
     for job in plan.byte_entries:
-        yield job.index, job.length, job.length
+        yield index_of(job), job.length, job.length
 
 
 def _key_differences(
