@@ -36,15 +36,14 @@ from benchmarks.hollow_checkpoints import STAGES, sizes, write_checkpoint
 from tools.checkpoint.common.progress import peak_memory, resident_memory
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
 from tools.checkpoint.merge import prepare as merge_prepare
-from tools.checkpoint.merge import run as merge_run
-from tools.checkpoint.merge.collective import check_visible
+from tools.checkpoint.merge.collective import Prepared, check_visible, orders
 from tools.checkpoint.merge.inputs import explicit_inputs
 from tools.checkpoint.merge.places import stored_places
 from tools.checkpoint.merge.ranks import Ranks
+from tools.checkpoint.merge.request import MergeRequest
 from tools.checkpoint.merge.validate import validate_output
 from tools.checkpoint.merge.writer import MergePlanner, MergeWriter
 from tools.checkpoint.optimizer_layouts import prepare as conversion_prepare
-from tools.checkpoint.optimizer_layouts import run as conversion_run
 
 PARTS = ('merge', 'conversion', 'inspector', 'load')  # the last one needs megatron-core
 
@@ -84,15 +83,9 @@ class Clock:
 def merge(root: Path, ranks: int, clock: Clock) -> None:
     """A merge of two inputs."""
     inputs = explicit_inputs([root / 'one/iter_0000001', root / 'two/iter_0000001'], [0.5, 0.5])
-    request = merge_prepare.Request(
-        lambda: inputs, root / 'out', 1, dry_run=True, balance_rank_work=True
-    )
+    request = MergeRequest(lambda: inputs, root / 'out', 1, dry_run=True, balance_rank_work=True)
     prepared = clock('prepare', lambda: merge_prepare.prepare(request, ranks))
-    orders = clock('orders', lambda: merge_run._orders(prepared, Ranks(size=ranks)))
-    sent = [clock.send('orders', one) for one in orders]
-    _write(root, prepared.plan, [one.share for one in sent], clock)
-    one, pieces = sent[ranks // 2], merge_run._pieces
-    clock('a rank', lambda: check_visible(one.fingerprints, pieces(one.share)))
+    _carry_out(root, ranks, prepared, clock)
 
 
 def conversion(root: Path, ranks: int, clock: Clock) -> None:
@@ -101,11 +94,14 @@ def conversion(root: Path, ranks: int, clock: Clock) -> None:
         root / 'one/iter_0000001', root / 'out', dry_run=True
     )
     prepared = clock('prepare', lambda: conversion_prepare.prepare(request, ranks))
-    orders = clock('orders', lambda: conversion_run._orders(prepared, Ranks(size=ranks)))
-    sent = [clock.send('orders', one) for one in orders]
+    _carry_out(root, ranks, prepared, clock)
+
+
+def _carry_out(root: Path, ranks: int, prepared: Prepared, clock: Clock) -> None:
+    found = clock('orders', lambda: orders(prepared, Ranks(size=ranks)))
+    sent = [clock.send('orders', one) for one in found]
     _write(root, prepared.plan, [one.share for one in sent], clock)
-    one, pieces = sent[ranks // 2], conversion_run._slices
-    clock('a rank', lambda: check_visible(one.fingerprints, pieces(one.share)))
+    clock('a rank', lambda: check_visible(sent[ranks // 2]))
 
 
 def _write(root: Path, plan, shares: list, clock: Clock) -> None:

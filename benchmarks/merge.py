@@ -296,7 +296,6 @@ CHUNKS = 10_000
 _EACH_CHUNK = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-import tools.checkpoint.merge.run
 from tools.checkpoint.common.progress import peak_memory, resident_memory
 from tools.checkpoint.merge import run
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge

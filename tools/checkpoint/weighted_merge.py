@@ -68,12 +68,12 @@ def merge_same_layout_dcp_metadata_checkpoints(
             ranks; nothing is published then
     """
     from .merge.inputs import explicit_inputs
-    from .merge.prepare import Request
+    from .merge.request import MergeRequest
     from .merge.run import run_merge
 
     given = None if common_state_checkpoint is None else Path(common_state_checkpoint)
     return run_merge(
-        Request(
+        MergeRequest(
             inputs=lambda: explicit_inputs(
                 input_dirs, weights, style=merge_style, normalize=normalize
             ),

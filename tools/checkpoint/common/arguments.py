@@ -32,11 +32,7 @@ def why_not_local(path: str | PurePath) -> str | None:
 
 
 def not_a_url(text: str) -> str:
-    """An argparse type: the text, unless it is a URL or empty, as an unset variable is.
-
-    Raises:
-        argparse.ArgumentTypeError: it is
-    """
+    """An argparse type: the text, unless it is a URL or empty, as an unset variable is."""
     if not text:
         raise argparse.ArgumentTypeError('an empty path')
     reason = why_not_local(text)
@@ -46,20 +42,12 @@ def not_a_url(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """An argparse type: the path, unless it is a URL.
-
-    Raises:
-        argparse.ArgumentTypeError: it is
-    """
+    """An argparse type: the path, unless it is a URL."""
     return Path(not_a_url(text))
 
 
 def natural(text: str) -> int:
-    """An argparse type: 0, 1, 2, …, of at most 18 digits, which 64 bits hold.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else
-    """
+    """An argparse type: 0, 1, 2, …, of at most 18 digits, which 64 bits hold."""
     if not text.isascii() or not text.isdecimal():
         raise argparse.ArgumentTypeError(f'{text!r}: expected 0 or a positive number')
     if len(text) > _MOST_DIGITS:  # before it is made a number, which takes its time
@@ -70,11 +58,7 @@ def natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """An argparse type: 1, 2, 3, ….
-
-    Raises:
-        argparse.ArgumentTypeError: anything else
-    """
+    """An argparse type: 1, 2, 3, …."""
     if natural(text) == 0:
         raise argparse.ArgumentTypeError('0: expected a positive number')
     return int(text)

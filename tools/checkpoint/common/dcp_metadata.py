@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from .errors import CheckpointError, one_line, shown
 from .paths import METADATA_NAME
 from .pickle_scan import refuse_memory_request
-from .safe_load import TRUST_HINT, missing_code, refusal
+from .safe_load import TRUST_HINT, why_not_loaded
 
 _DCP = 'torch.distributed.checkpoint'
 _PATHS = {'Path', 'PosixPath', 'PurePath', 'PurePosixPath'}
@@ -113,12 +113,11 @@ def _new_object(cls: Any, base: object, state: object) -> Any:
 
 
 def load_dcp_metadata(
-    path: str | Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
+    directory: Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
 ) -> Metadata:
     """DCP metadata of a checkpoint.
 
     Args:
-        path: checkpoint directory, or its ``.metadata`` file
         trust: unpickle without restriction
         trust_hint: the way out that the message names when a class is refused
 
@@ -126,8 +125,7 @@ def load_dcp_metadata(
         CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata
             (named in the message), or an entry whose fields aren't of their types
     """
-    path = Path(path)
-    file = path / METADATA_NAME if path.is_dir() else path
+    file = directory / METADATA_NAME
     try:
         data = file.read_bytes()
     except FileNotFoundError as error:
@@ -140,15 +138,9 @@ def load_dcp_metadata(
         metadata = pickle.loads(data) if trust else _restricted_loads(data)
     except Exception as error:
         found = re.match(r'refused class (.+)', str(error))
-        raise CheckpointError(
-            f'{file}: '
-            + (
-                refusal(found.group(1), trust_hint)
-                if found
-                else missing_code(error)
-                or f'not DCP metadata, truncated or damaged ({one_line(error)})'
-            )
-        ) from error
+        reason = why_not_loaded(error, found and found[1], trust_hint)
+        reason = reason or f'not DCP metadata, truncated or damaged ({one_line(error)})'
+        raise CheckpointError(f'{file}: {reason}') from error
     if not isinstance(getattr(metadata, 'state_dict_metadata', None), dict) or not isinstance(
         getattr(metadata, 'storage_data', None), dict
     ):

@@ -114,10 +114,19 @@ def resolve_checkpoint(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is none; the message says what was found instead
     """
+    return find_checkpoint_of(path, DISTRIBUTED).directory
+
+
+def find_checkpoint_of(path: str | Path, *formats: str) -> FoundCheckpoint:
+    """The same of any of these formats.
+
+    Raises:
+        CheckpointError: as above
+    """
     found = find_checkpoint(path)
-    if found.format != DISTRIBUTED:
+    if found.format not in formats:
         raise CheckpointError(f'{found.directory}: {describe_foreign(found.directory)}')
-    return found.directory
+    return found
 
 
 def _format(directory: Path) -> 'tuple[str, Metadata | None]':

@@ -1,6 +1,6 @@
 """The one error that a user of the checkpoint tools can cause."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,6 +48,12 @@ def shown(value: object) -> str:
         return f'{value!r:.99}'
     except Exception:  # such as an integer of more digits than Python prints
         return f'a value of type {type(value).__name__}'
+
+
+def some(keys: Collection[str], most: int = 3) -> str:
+    """The first few of them, in order, and how many there are besides."""
+    first = ', '.join(sorted(keys)[:most]) or 'none'
+    return f'{first} and {len(keys) - most} more' if len(keys) > most else first
 
 
 def one_line(error: BaseException) -> str:

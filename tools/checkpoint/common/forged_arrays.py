@@ -15,20 +15,13 @@ def refuse_pointers(dtype: numpy.dtype) -> None:
     """Refuse a type of objects, or of anything made of parts.
 
     Such a type's own flags tell whether it has objects, and are read from the pickle.
-
-    Raises:
-        pickle.UnpicklingError: it is one
     """
     if dtype.kind not in _VALUES or dtype.fields is not None or dtype.subdtype is not None:
         raise pickle.UnpicklingError('a NumPy array or scalar that does not hold plain values')
 
 
 def refuse_forged_arrays(value: Any) -> None:
-    """Refuse a loaded value in which, however deep, is an array of anything but plain values.
-
-    Raises:
-        pickle.UnpicklingError: there is one
-    """
+    """Refuse a loaded value in which, however deep, is an array of anything but plain values."""
     seen: set[int] = set()
     todo = [value]
     while todo:

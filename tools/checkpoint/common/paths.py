@@ -32,11 +32,7 @@ def real_path(path: str | Path) -> Path:
 
 
 def refuse_url(path: str | Path) -> None:
-    """Raise where a URL is given for a path.
-
-    Raises:
-        CheckpointError: it is one
-    """
+    """Raise where a URL is given for a path."""
     reason = why_not_local(path)
     if reason:
         raise CheckpointError(reason)
@@ -109,14 +105,12 @@ def tracker_target(root: str | Path) -> Path:
     return target
 
 
-def iteration_dir(root: str | Path, iteration: int | str | None = None) -> Path:
-    """Directory of one iteration (or ``'release'``) in ``root``; the tracker's where None.
+def iteration_dir(root: str | Path, iteration: int | str) -> Path:
+    """Directory of one iteration (or ``'release'``) in ``root``.
 
     Raises:
         CheckpointError: it doesn't exist; the message lists what does
     """
-    if iteration is None:
-        return tracker_target(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
@@ -166,11 +160,7 @@ def existing_parent(target: Path) -> Path:
 
 
 def refuse_unwritable(target: Path, place: Path) -> None:
-    """Raise where this process may not write a directory or file, as ``target`` needs.
-
-    Raises:
-        CheckpointError: it may not
-    """
+    """Raise where this process may not write a directory or file, as ``target`` needs."""
     mode = os.W_OK | os.X_OK if os.path.isdir(place) else os.W_OK
     if not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
         raise CheckpointError(f"{target}: can't be written: this user may not write {place}")
@@ -195,11 +185,7 @@ def _refuse_long_names(target: Path, parent: Path) -> None:
 
 
 def refuse_tracker_directory(root: Path) -> None:
-    """Raise where a directory is in the way of ``latest_checkpointed_iteration.txt``.
-
-    Raises:
-        CheckpointError: it is
-    """
+    """Raise where a directory is in the way of ``latest_checkpointed_iteration.txt``."""
     tracker = root / TRACKER_NAME
     if os.path.isdir(tracker) and not os.path.islink(tracker):
         raise CheckpointError(f'{tracker}: a directory, expected a file; move it away')

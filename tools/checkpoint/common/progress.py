@@ -2,33 +2,16 @@
 
 import resource
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
 
 
-class Progress(Protocol):
-    """A progress bar as the tools use it; ``update`` may be called from several threads."""
+class Progress(AbstractContextManager['Progress']):
+    """A bar that nobody sees, and what the tools use of one that is seen."""
 
     def update(self, n: int = 1) -> object:
-        """Count ``n`` more units as done."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> object: ...
-
-
-class _NoProgress:
-    def update(self, n: int = 1) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
+        """Count ``n`` more units as done; may be called from several threads."""
+        return None
 
     def __exit__(self, *exc_info: object) -> None:
         pass
@@ -41,7 +24,7 @@ def progress_bar(total: int, description: str, *, unit: str = 'it', rank: int = 
         total: how many units there are; for bytes give ``unit='B'``
     """
     if rank != 0 or sys.stderr is None or not sys.stderr.isatty():
-        return _NoProgress()
+        return Progress()
     from tqdm import tqdm
 
     return tqdm(total=total, desc=description, unit=unit, unit_scale=unit == 'B', unit_divisor=1024)

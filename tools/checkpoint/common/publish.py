@@ -319,9 +319,6 @@ def refuse_existing(
     Args:
         finished: ``recover`` has just finished it
         way_out: what the message says of an output that is there
-
-    Raises:
-        CheckpointError: it exists
     """
     if os.path.lexists(target):
         if finished:
@@ -333,11 +330,7 @@ def refuse_existing(
 
 
 def refuse_irreplaceable(target: Path) -> None:
-    """Raise where something other than a directory is at ``target``.
-
-    Raises:
-        CheckpointError: a file or a link
-    """
+    """Raise where something other than a directory is at ``target``."""
     if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target)):
         raise CheckpointError(
             f'{target}: no directory, and only a directory is replaced; move it away'

@@ -29,24 +29,19 @@ TRUST_HINT = 'pass --trust-checkpoints only if you trust whoever wrote it'
 # of those that never run what they read
 NOTHING_RUNS = 'expected values and settings, and nothing that has to be run'
 
-# RNG states, loss figures and the like are stored as NumPy arrays and scalars, by NumPy 1 under
-# `numpy.core` and since then under `numpy._core`.
-_NUMPY: list[Any] = [
-    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
-    *(
-        (
-            getattr(importlib.import_module(f'numpy._core.{module}'), name),
-            f'numpy.{core}.{module}.{name}',
-        )
-        for module, name in (('multiarray', '_reconstruct'),)
-        for core in ('core', '_core')
-    ),
-]
+
+def _of_numpy(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f'numpy._core.{module}'), name)
+
+
+def _by_both_names(module: str, name: str, found: Any) -> list[Any]:
+    """NumPy's object by the names that NumPy 1 and NumPy 2 give it in pickles."""
+    return [(found, f'numpy.{core}.{module}.{name}') for core in ('core', '_core')]
 
 
 def _of_plain_dtype(module: str, name: str) -> list[Any]:
-    """NumPy's function, for types whose elements are values; by its names of NumPy 1 and 2."""
-    make = getattr(importlib.import_module(f'numpy._core.{module}'), name)
+    """NumPy's function, for types whose elements are values."""
+    make = _of_numpy(module, name)
 
     def checked(*arguments: Any) -> Any:
         for argument in arguments:
@@ -54,21 +49,20 @@ def _of_plain_dtype(module: str, name: str) -> list[Any]:
                 refuse_pointers(argument)
         return make(*arguments)
 
-    return [(checked, f'numpy.{core}.{module}.{name}') for core in ('core', '_core')]
+    return _by_both_names(module, name, checked)
 
 
-_NUMPY += [
+# RNG states, loss figures and the like are stored as NumPy arrays and scalars.
+_NUMPY: list[Any] = [
+    *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__ if name.endswith('DType')),
+    *_by_both_names('multiarray', '_reconstruct', _of_numpy('multiarray', '_reconstruct')),
     *_of_plain_dtype('multiarray', 'scalar'),
     *_of_plain_dtype('numeric', '_frombuffer'),  # in pickle protocol 5
 ]
 
 
-def _no_bytes() -> bytes:
-    return b''
-
-
-# How protocol 2 writes them, and nothing that makes more bytes than it holds.
-_BYTES: list[Any] = [(_no_bytes, 'builtins.bytes')]
+# How protocol 2 writes none, and nothing that makes more bytes than it holds.
+_BYTES: list[Any] = [(lambda: b'', 'builtins.bytes')]
 
 
 def load_torch(
@@ -99,7 +93,8 @@ def load_torch(
         admitted = _not_registered([*_NUMPY, *_BYTES, *core_classes.admitted()])
         quiet = quiet_imports() if trust else nullcontext()  # trusted, a file may import core
         with torch.serialization.safe_globals(admitted), quiet:
-            protocol = 2 if trust else _protocol(path)
+            data = None if trust else _pickle_in(path)
+            protocol = 2 if data is None else _protocol(data)
             if protocol < 2:
                 raise CheckpointError(
                     f'{name}: its pickle is of protocol 0 or 1, or damaged; expected 2 to 5: save '
@@ -123,23 +118,12 @@ def load_torch(
         raise CheckpointError(f'{name}: {error}; the file is damaged') from error
     except FileNotFoundError as error:
         raise CheckpointError(f'{name}: no such file') from error
-    except pickle.UnpicklingError as error:
-        refused = _refused_global(str(error))
-        raise CheckpointError(
-            f'{name}: '
-            + (
-                refusal(refused, trust_hint)
-                if refused
-                else f'no torch.save file, truncated or damaged ({_cause(error)})'
-            )
-        ) from error
     except OSError as error:
         raise CheckpointError(f"{name}: can't be read: {error.strerror or error}") from error
     except Exception as error:
-        raise CheckpointError(
-            f'{name}: '
-            + (missing_code(error) or f'no torch.save file, truncated or damaged ({_cause(error)})')
-        ) from error
+        reason = why_not_loaded(error, _refused_global(error), trust_hint)
+        reason = reason or f'no torch.save file, truncated or damaged ({_cause(error)})'
+        raise CheckpointError(f'{name}: {reason}') from error
 
 
 class _Protocol2:
@@ -157,20 +141,15 @@ def unsafe_globals(source: str | IO[bytes]) -> list[str]:
         Exception: of any kind; it is no such file, as loading it will say
     """
     data = _pickle_in(source) or b''
-    if _protocol_of(data) > 2:
+    if _protocol(data) > 2:
         data = as_protocol_2(data)
     unpickler = torch._weights_only_unpickler
     admitted = unpickler._get_allowed_globals().keys() | unpickler._get_user_allowed_globals()
     return sorted(unpickler.get_globals_in_pkl(io.BytesIO(data)) - admitted)
 
 
-def _protocol(source: str | IO[bytes]) -> int:
-    """Pickle protocol of what ``torch.save`` wrote, 1 for 0 too; 2 where it can't be told."""
-    data = _pickle_in(source)
-    return 2 if data is None else _protocol_of(data)
-
-
-def _protocol_of(data: bytes) -> int:
+def _protocol(data: bytes) -> int:
+    """Protocol of a pickle, 1 for 0 too; 2 where it can't be told."""
     if len(data) < 2:
         return 2
     return data[1] if data[:1] == pickle.PROTO else 1
@@ -211,16 +190,22 @@ _REFUSALS = (
 )
 
 
-def _refused_global(message: str) -> str | None:
-    for pattern in _REFUSALS:
-        match = re.search(pattern, message)
-        if match:
-            return match.group(1)
-    return None
+def _refused_global(error: Exception) -> str | None:
+    found = (re.search(pattern, str(error)) for pattern in _REFUSALS)
+    return next((match.group(1) for match in found if match), None)
 
 
-def refusal(name: str, trust_hint: str) -> str:
-    """Why a class of that full name isn't admitted."""
+def why_not_loaded(error: Exception, refused: str | None, trust_hint: str) -> str | None:
+    """What keeps a file from being loaded that need not be damaged; None for any other error.
+
+    Args:
+        refused: full name of a class that isn't admitted
+        trust_hint: the way out then
+    """
+    return _refusal(refused, trust_hint) if refused else _missing_code(error)
+
+
+def _refusal(name: str, trust_hint: str) -> str:
     module = name.rpartition('.')[0]
     package = IMPORT_MAPPING.get(module, module).partition('.')[0]
     if not package or package in sys.modules or find_spec(package) is not None:
@@ -231,7 +216,7 @@ def refusal(name: str, trust_hint: str) -> str:
     )
 
 
-def missing_code(error: Exception) -> str | None:
+def _missing_code(error: Exception) -> str | None:
     """What a trusted file needs of other code and doesn't find; None for any other error."""
     if isinstance(error, ImportError):
         missing = f'module {error.name}' if error.name else one_line(error)

@@ -120,13 +120,13 @@ def remove_tree(path: Path) -> None:
 
 def fsync_tree(directory: Path) -> None:
     """Flush every file and directory below ``directory``, and itself."""
-    for path in _files(directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    for parent, _, _ in os.walk(directory):
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
+            try:
+                fsync(descriptor)
+            finally:
+                os.close(descriptor)
         fsync_directory(parent)
 
 
@@ -153,8 +153,3 @@ def fsync(descriptor: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
             raise
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(directory):
-        yield from (Path(parent) / name for name in names)

@@ -53,22 +53,14 @@ class _StandIn:
 
 
 def stored_file(directory: Path, name: str) -> Path:
-    """The file of that name in a checkpoint.
-
-    Raises:
-        CheckpointError: it lies elsewhere
-    """
+    """The file of that name in a checkpoint; one that lies elsewhere is refused."""
     if PurePath(name).is_absolute() or '..' in PurePath(name).parts:
         raise CheckpointError(f'{directory}: file {name} lies outside the checkpoint')
     return directory / name
 
 
 def check_file(file: Path, size: int) -> None:
-    """Refuse a file that is missing or shorter than ``size`` bytes.
-
-    Raises:
-        CheckpointError: with both sizes
-    """
+    """Refuse a file that is missing or shorter than ``size`` bytes."""
     try:
         found = file.stat().st_size
     except OSError as error:
@@ -86,9 +78,6 @@ def check_files(needed: Iterable[tuple[Path, int]]) -> None:
 
     Args:
         needed: of each part the file, and where in it the part ends
-
-    Raises:
-        CheckpointError: with both sizes
     """
     ends: dict[Path, int] = {}
     for file, end in needed:
@@ -98,11 +87,7 @@ def check_files(needed: Iterable[tuple[Path, int]]) -> None:
 
 
 def check_stored_files(directory: Path, metadata: Metadata) -> None:
-    """Refuse a checkpoint whose files are missing or shorter than its metadata says.
-
-    Raises:
-        CheckpointError: with the file, and both sizes
-    """
+    """Refuse a checkpoint whose files are missing or shorter than its metadata says."""
     slices = list(map(Slice.of, metadata.storage_data.values()))
     paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
     check_files((paths[piece.file], piece.end) for piece in slices)

@@ -17,7 +17,8 @@ from ..common.errors import CheckpointError
 from ..common.tensors import dtype_name
 from .geometry import Box, runs
 from .payload import OpenFiles, SmallArchives, load_chunk, locate, read_exactly
-from .plan import ChunkJob, StoredChunk
+from .plan import ChunkJob
+from .source import StoredChunk
 
 BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
 SMALL_ARCHIVE = 256 << 10  # bytes; up to here one is read whole, in one go
@@ -36,7 +37,6 @@ class ChunkMerger:
 
     Args:
         weights: one for each source, rounded to fp32 once
-        block_elements: elements of a block
         allow_nonfinite: let inputs be infinite or NaN
         stop: ends the work at the next block when set
 
@@ -50,18 +50,17 @@ class ChunkMerger:
         self,
         weights: Sequence[float],
         *,
-        block_elements: int = BLOCK_ELEMENTS,
         allow_nonfinite: bool = False,
         stop: threading.Event | None = None,
     ) -> None:
         self._weights = torch.tensor(weights, dtype=torch.float32, device='cpu').tolist()
-        self._block = block_elements
+        self._block = BLOCK_ELEMENTS
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
         self._files = OpenFiles(_OPEN_FILES)
-        self._accumulator = torch.empty(block_elements, dtype=torch.float32, device='cpu')
+        self._accumulator = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32, device='cpu')
         self._scratch = torch.empty_like(self._accumulator)
-        self._raw = _RawBuffer(block_elements)
+        self._raw = _RawBuffer(BLOCK_ELEMENTS)
         self._small = SmallArchives()
         self.read_seconds = 0.0
         self.math_seconds = 0.0
@@ -177,18 +176,17 @@ class ChunkMerger:
         return _AssemblingReader(job.box, stored[0].dtype, parts)
 
     def _chunk_reader(self, key: str, stored: StoredChunk, source: int) -> '_Reader':
-        path, piece, dtype, sizes = stored.path, stored.piece, stored.dtype, stored.box.sizes
-        descriptor = self._files.get(path)
+        descriptor, piece = self._files.get(stored.path), stored.piece
         if piece.length <= SMALL_ARCHIVE and stored.box.numel:
             begin = perf_counter()
             content = bytearray(piece.length)
-            read_exactly(descriptor, memoryview(content), piece.offset, path)
+            read_exactly(descriptor, memoryview(content), piece.offset, stored.path)
             self.read_seconds += perf_counter() - begin
-            start = self._small.locate(content, source, path, piece, key, dtype, sizes)
+            start = self._small.locate(content, source, stored, key)
             if start is not None:
-                return _ReadReader(content, dtype, stored.box.numel, start)
+                return _ReadReader(content, stored.dtype, stored.box.numel, start)
         else:
-            offset = locate(descriptor, path, piece, key, dtype, sizes)
+            offset = locate(descriptor, stored, key)
             if offset is not None:
                 return _PlainReader(descriptor, stored, offset, self._raw)
         return _WholeReader(key, stored)
@@ -293,8 +291,7 @@ class _WholeReader(_Reader):
         self._stored = stored
 
     def read(self, start: int, count: int) -> torch.Tensor:
-        stored = self._stored
-        chunk = load_chunk(stored.path, stored.piece, self._key, stored.dtype, stored.box.sizes)
+        chunk = load_chunk(self._stored, self._key)
         return chunk.contiguous().view(-1)[start : start + count]
 
 

@@ -2,18 +2,18 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ..common.arguments import add_version, local_path, natural, not_a_url, positive
-from ..common.quiet import import_quickly, missing_packages
+from ..common.arguments import local_path, natural, not_a_url, positive
 from ..common.stdout import complain, tell
-from .options import BYTE_ACCOUNTING, SAVE_DTYPES
+from . import command
+from .request import BYTE_ACCOUNTING, SAVE_DTYPES, MergeRequest
 from .schedules import STYLES
 
 if TYPE_CHECKING:
     from .inputs import Inputs
-    from .report import MergeResult
 
 _DESCRIPTION = """\
 Merge the model tensors of several torch_dist checkpoints into one, as a weighted sum.
@@ -29,12 +29,7 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags."""
-    parser = argparse.ArgumentParser(
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
+    parser = command.make_parser(_DESCRIPTION)
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(
         '--merge-inputs',
@@ -90,11 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
         action='store_true',
         help='merge inputs that hold infinities or NaN; they are counted and named',
     )
-    inputs.add_argument(
-        '--trust-checkpoints',
-        action='store_true',
-        help='unpickle the inputs without restriction: whatever code they hold will run',
-    )
+    command.add_trust(inputs)
 
     weights = parser.add_argument_group('weights')
     weights.add_argument(
@@ -190,26 +181,15 @@ def make_parser() -> argparse.ArgumentParser:
         help='who stats the written files for the report (default: rank0); all is each-rank',
     )
     run.add_argument(
-        '--dry-run', action='store_true', help='check everything, print the plan, write nothing'
-    )
-    run.add_argument(
-        '--verify',
-        action='store_true',
-        help='check SHA-256 manifests of the inputs, and before publishing read the output back '
-        'and compute every chunk again by another path',
-    )
-    run.add_argument(
         '--save-integrity',
         action='store_true',
         help='write a SHA-256 manifest (integrity.json) into the output',
     )
-    run.add_argument(
-        '--report-json',
-        dest='report',
-        type=local_path,
-        metavar='FILE',
-        help='also write the report (or, with --dry-run, the plan) as JSON; an existing FILE is '
-        'replaced only where it is such a report',
+    command.add_run_options(
+        run,
+        dry_run='check everything, print the plan, write nothing',
+        verify='check SHA-256 manifests of the inputs, and before publishing read the output back '
+        'and compute every chunk again by another path',
     )
     return parser
 
@@ -219,61 +199,19 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check_usage(parser, args)
-    missing = _missing_input(args)
-    reason = missing_packages() if missing is None else f"{missing}: doesn't exist"
+    reason = command.start_up(_missing_input(args))
     if reason is not None:
         return complain(reason)
 
-    import_quickly('torch.distributed.checkpoint')
-    from .prepare import Request
-    from .report import report_text, write_json
+    from .report import plan_text, report_text
     from .run import run_merge
 
-    rank = int(os.environ.get('RANK', '0'))
-    first = rank == 0
-    told: list[bool] = []
-    request = Request(
-        inputs=lambda: _inputs(args, first),
-        **{name: given for name, given in vars(args).items() if name in Request.options()},
-        on_plan=lambda result: told.append(_show_plan(result)),
+    options = {option.name for option in fields(MergeRequest)}
+    request = MergeRequest(
+        inputs=lambda: _inputs(args),
+        **{name: given for name, given in vars(args).items() if name in options},
     )
-
-    def work() -> None:
-        result = run_merge(request)
-        if first and not args.dry_run:
-            tell(report_text(result))  # published, whoever reads this
-        if first and args.report:
-            write_json(result, args.report)
-
-    return carry_out(work, rank) or int(args.dry_run and not all(told))
-
-
-def carry_out(work: Callable[[], None], rank: int) -> int:
-    """Do what one rank of several does; returns the exit code, having said why it isn't 0."""
-    from ..common.errors import CheckpointError
-    from ..common.publish import Interrupted
-    from .ranks import RankLost
-
-    try:
-        work()
-    except CheckpointError as error:
-        if rank == 0 or (
-            rank == 1 and isinstance(error, RankLost)
-        ):  # it may be rank 0 that is lost
-            complain(error)
-        return 1
-    except Interrupted as stopped:
-        complain(stopped)
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def _show_plan(result: 'MergeResult') -> bool:
-    from .report import plan_text
-
-    return tell(plan_text(result))
+    return command.carry_out(request, run_merge, plan_text, report_text)
 
 
 def _is_range(args: argparse.Namespace) -> bool:
@@ -282,8 +220,7 @@ def _is_range(args: argparse.Namespace) -> bool:
 
 def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where flags don't go together."""
-    if args.report is not None and not os.path.isdir(args.report.absolute().parent):
-        parser.error(f'--report-json {args.report}: no such directory')
+    command.check_report(parser, args)
     if _is_range(args):
         if len(args.merge_inputs) != 1:
             parser.error('a range has one ROOT in --merge-inputs')
@@ -307,19 +244,19 @@ def _missing_input(args: argparse.Namespace) -> str | None:
     return next((path for path in paths if path and not os.path.exists(path)), None)
 
 
-def _inputs(args: argparse.Namespace, first: bool) -> 'Inputs':
+def _inputs(args: argparse.Namespace) -> 'Inputs':
     from .inputs import manual_inputs, range_inputs
 
     if not _is_range(args):
         inputs = manual_inputs(
             args.merge_inputs, normalize=args.normalize, min_checkpoints=args.min_checkpoints
         )
-        if first and (args.start_checkpoint, args.end_checkpoint) != (None, None):
+        if (args.start_checkpoint, args.end_checkpoint) != (None, None):
             tell(
                 'warning: --start-checkpoint and --end-checkpoint make a range only together; the '
                 'pairs are merged as they are'
             )
-        if first and (args.merge_style, args.min_iteration_interval) != (None, 0):
+        if (args.merge_style, args.min_iteration_interval) != (None, 0):
             tell(
                 'warning: --merge-style and --min-iteration-interval are for a range; the pairs '
                 'are merged as they are, with the weights given'

@@ -88,11 +88,7 @@ def _load_yaml(text: str) -> object:
 
 
 def _refuse_unclear(loader: Any, node: 'MappingNode') -> None:
-    """Raise for a key given twice, and for numbers that YAML 1.1 takes as octal, base 60, ….
-
-    Raises:
-        _Unclear: the mapping holds one
-    """
+    """Raise for a key given twice, and for numbers that YAML 1.1 takes as octal, base 60, …."""
     seen = set()
     for pair in node.value:
         for part in pair:

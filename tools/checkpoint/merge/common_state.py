@@ -146,11 +146,7 @@ def _is_optimizer_class(value: Any) -> bool:
 
 
 def refuse_unstorable(common: CommonState) -> None:
-    """Raise where the state holds what can't be saved again, such as a stand-in for a class.
-
-    Raises:
-        CheckpointError: it does
-    """
+    """Raise where the state holds what can't be saved again, such as a stand-in for a class."""
     try:
         torch.save(output_common_state(common, {}, None), io.BytesIO(), pickle_module=WithStandIns)
     except Exception as error:

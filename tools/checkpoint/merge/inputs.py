@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy
 
 from ..common.directory import resolve_checkpoint
 from ..common.errors import CheckpointError
-from ..common.paths import (
-    list_iterations,
-    parse_iteration_dirname,
-    real_path,
-)
+from ..common.paths import list_iterations, parse_iteration_dirname, real_path
 from .coefficients import load_coefficients
 from .schedules import checkpoint_coefficients
 
@@ -63,7 +59,7 @@ def manual_inputs(
                 f'{pair}: no weight, expected PATH:WEIGHT; for a range of one root give both '
                 '--start-checkpoint and --end-checkpoint'
             )
-        directories.append(resolve_checkpoint(path))
+        directories.append(path)
     if len(directories) < min_checkpoints:
         raise CheckpointError(
             f'{len(directories)} checkpoints given, --min-checkpoints asks for {min_checkpoints}'
@@ -172,4 +168,4 @@ def range_inputs(
     inputs = explicit_inputs(
         [known[i] for i in kept], [weights[i] for i in kept], style=style, normalize=normalize
     )
-    return Inputs(inputs.directories, inputs.weights, style, normalize, last_iteration=end)
+    return replace(inputs, last_iteration=end)

@@ -7,7 +7,6 @@ and shape that the metadata says. An archive of any other shape is read whole th
 """
 
 import io
-import math
 import os
 import pickle
 import struct
@@ -22,7 +21,7 @@ from ..common.errors import CheckpointError
 from ..common.pickle_scan import refuse_memory_request
 from ..common.safe_load import load_torch
 from .archive import Archive, NotPlain, Template
-from .source import Slice
+from .source import Slice, StoredChunk
 
 _STORAGES = {
     'FloatStorage': torch.float32,
@@ -107,19 +106,18 @@ def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> byte
     return bytes(data)
 
 
-def load_chunk(
-    path: Path, piece: Slice, key: str, dtype: torch.dtype, sizes: Sequence[int]
-) -> torch.Tensor:
+def load_chunk(stored: StoredChunk, key: str) -> torch.Tensor:
     """A stored chunk through ``torch.load``; needs memory for all of it.
 
     Raises:
         CheckpointError: no tensor of that dtype and shape
     """
-    loaded = load_torch(io.BytesIO(read_bytes(path, piece)), name=f'{path}: {key}')
+    content = io.BytesIO(read_bytes(stored.path, stored.piece))
+    loaded = load_torch(content, name=f'{stored.path}: {key}')
     if (
         not isinstance(loaded, torch.Tensor)
-        or loaded.dtype != dtype
-        or tuple(loaded.shape) != tuple(sizes)
+        or loaded.dtype != stored.dtype
+        or tuple(loaded.shape) != stored.box.sizes
         or loaded.layout != torch.strided
         or loaded.is_meta
     ):
@@ -128,10 +126,15 @@ def load_chunk(
             if isinstance(loaded, torch.Tensor)
             else type(loaded).__name__
         )
-        raise CheckpointError(
-            f'{path}: {key}: holds {found}, the metadata says {dtype} of {tuple(sizes)}'
-        )
+        raise _another_tensor(stored, key, found)
     return loaded
+
+
+def _another_tensor(stored: StoredChunk, key: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f'{stored.path}: {key}: holds {found}, the metadata says {stored.dtype} of '
+        f'{stored.box.sizes}'
+    )
 
 
 def _storage(tensor: torch.Tensor) -> str:
@@ -140,9 +143,7 @@ def _storage(tensor: torch.Tensor) -> str:
     return ' without elements (on the meta device)' if tensor.is_meta else ''
 
 
-def locate(
-    descriptor: int, path: Path, piece: Slice, key: str, dtype: torch.dtype, sizes: Sequence[int]
-) -> int | None:
+def locate(descriptor: int, stored: StoredChunk, key: str) -> int | None:
     """File offset of a chunk's first element, where its elements lie row-major from there on.
 
     Returns:
@@ -154,11 +155,11 @@ def locate(
 
     def read(at: int, size: int) -> bytes:
         data = bytearray(size)
-        read_exactly(descriptor, memoryview(data), piece.offset + at, path)
+        read_exactly(descriptor, memoryview(data), stored.piece.offset + at, stored.path)
         return bytes(data)
 
-    found = _elements(read, path, piece, key, dtype, sizes)
-    return None if found is None else piece.offset + found[0]
+    found = _elements(read, stored, key)
+    return None if found is None else stored.piece.offset + found[0]
 
 
 class SmallArchives:
@@ -167,48 +168,35 @@ class SmallArchives:
     def __init__(self) -> None:
         self._templates: dict[object, Template] = {}
 
-    def locate(
-        self,
-        content: bytearray,
-        source: int,
-        path: Path,
-        piece: Slice,
-        key: str,
-        dtype: torch.dtype,
-        sizes: tuple[int, ...],
-    ) -> int | None:
+    def locate(self, content: bytearray, source: int, stored: StoredChunk, key: str) -> int | None:
         """Offset of the first element in an archive; as ``locate``.
 
         Args:
             content: the archive
             source: which input it is of, each of which has one writer
         """
-        kind = source, len(content), dtype, sizes
+        kind = source, len(content), stored.dtype, stored.box.sizes
         template = self._templates.get(kind)
         if template is not None and template.matches(content):
             return template.start
         frozen = bytes(content)
-        found = _elements(lambda at, n: frozen[at : at + n], path, piece, key, dtype, sizes)
+        found = _elements(lambda at, n: frozen[at : at + n], stored, key)
         if found is None:
             return None
         try:
             self._templates[kind] = Template(frozen, found[1])
         except (NotPlain, KeyError, struct.error, CheckpointError):
             pass  # each of them is looked at in full
-        return found[0] if found[0] % dtype.itemsize == 0 else None
+        return found[0] if found[0] % stored.dtype.itemsize == 0 else None
 
 
 def _elements(
-    read: Callable[[int, int], bytes],
-    path: Path,
-    piece: Slice,
-    key: str,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
+    read: Callable[[int, int], bytes], stored: StoredChunk, key: str
 ) -> tuple[int, bytes] | None:
     """Offset of the first element in an archive, and the record that holds it."""
     try:
-        archive = Archive(read, piece.length, f'{path}: the archive at {piece.offset}')
+        piece = stored.piece
+        archive = Archive(read, piece.length, f'{stored.path}: the archive at {piece.offset}')
         data = archive.content(b'data.pkl')
         refuse_memory_request(data)
         tensor = _TensorUnpickler(io.BytesIO(data)).load()
@@ -234,12 +222,9 @@ def _elements(
         OverflowError,
     ):
         return None
-    if tensor.dtype != dtype or tensor.size != tuple(sizes):
-        raise CheckpointError(
-            f'{path}: {key}: holds {tensor.dtype} of {tensor.size}, the metadata says {dtype} of '
-            f'{tuple(sizes)}'
-        )
-    nbytes = math.prod(sizes) * dtype.itemsize
+    if (tensor.dtype, tensor.size) != (stored.dtype, stored.box.sizes):
+        raise _another_tensor(stored, key, f'{tensor.dtype} of {tensor.size}')
+    nbytes = stored.box.numel * stored.dtype.itemsize
     if tensor.offset != 0 or not tensor.row_major or length < nbytes:
         return None
     return start, record

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .plan import ChunkJob, Entry, MergePlan
+from .plan import Entry, MergePlan, index_of
 
 _AT_ONCE = 1000
 
@@ -44,7 +44,7 @@ class _Chunk(ChunkStorageMetadata):
         return ChunkStorageMetadata, (self.offsets, self.sizes)
 
 
-class Places:
+class WrittenPlaces:
     """Where one rank has written its entries, by their number, in few bytes for each.
 
     Args:
@@ -73,14 +73,16 @@ class Places:
             yield _Place(self._files[file], offset, length)
 
 
-def stored_places(plan: MergePlan, storage: Mapping[MetadataIndex, _StorageInfo]) -> list[Places]:
+def stored_places(
+    plan: MergePlan, storage: Mapping[MetadataIndex, _StorageInfo]
+) -> list[WrittenPlaces]:
     """For each rank the places of its share's entries, as metadata tells them."""
     found = []
     for share in plan.shares:
         entries = share.entries
-        places = Places(len(entries))
+        places = WrittenPlaces(len(entries))
         for number, job in enumerate(entries):
-            info = storage[job.index]
+            info = storage[index_of(job)]
             places.put(number, info.relative_path, info.offset)
             places.lengths[number] = info.length
         found.append(places)
@@ -88,7 +90,7 @@ def stored_places(plan: MergePlan, storage: Mapping[MetadataIndex, _StorageInfo]
 
 
 def output_metadata(
-    plan: MergePlan, places: Sequence[Places]
+    plan: MergePlan, places: Sequence[WrittenPlaces]
 ) -> tuple[Metadata, Iterator[list[WriteResult]]]:
     """The metadata, without places, and these as DCP's writer puts them in, some at a time.
 
@@ -110,8 +112,7 @@ def output_metadata(
         metadata.mcore_data = plan.reshaped
 
     def index(job: Entry) -> MetadataIndex:
-        offsets = job.box.offsets if isinstance(job, ChunkJob) else job.offsets
-        return _Index(job.key, None if offsets is None else size(offsets))
+        return _Index(job.key, None if job.offsets is None else size(job.offsets))
 
     results = (
         WriteResult(index(job), place.length, place)

@@ -2,28 +2,20 @@
 
 import fnmatch
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..common.errors import CheckpointError
 from .geometry import Box, apart
-from .options import SAVE_DTYPES
 from .payload import read_bytes
-from .source import Slice, Source, TensorEntry
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk as one source stores it."""
-
-    path: Path
-    piece: Slice
-    box: Box
-    dtype: torch.dtype
+from .request import SAVE_DTYPES
+from .source import Content, Slice, Source, StoredChunk, TensorEntry, stored_chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +36,19 @@ class ChunkJob:
     stored: tuple[tuple[StoredChunk, ...], ...]
 
     @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key, self.box.offsets)
+    def offsets(self) -> tuple[int, ...]:
+        """Where the chunk begins."""
+        return self.box.offsets
 
     @property
     def nbytes(self) -> int:
         """Size of the output chunk in bytes."""
         return self.box.numel * self.dtype.itemsize
+
+    @property
+    def places(self) -> Iterable[tuple[Path, Slice]]:
+        """Where what it takes is read."""
+        return ((part.path, part.piece) for stored in self.stored for part in stored)
 
     @property
     def source_bytes(self) -> int:
@@ -61,7 +58,7 @@ class ChunkJob:
 
 @dataclass(frozen=True, slots=True)
 class BytesJob:
-    """Bytes of an ``_extra_state`` that are copied from one source as they are.
+    """Bytes of an entry that are copied from a checkpoint as they are.
 
     Attributes:
         offsets: where the chunk begins, of one that is stored as a tensor
@@ -71,11 +68,6 @@ class BytesJob:
     path: Path
     piece: Slice
     offsets: tuple[int, ...] | None = None
-
-    @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key, None if self.offsets is None else torch.Size(self.offsets))
 
     @property
     def places(self) -> tuple[tuple[Path, Slice], ...]:
@@ -98,21 +90,13 @@ class BytesJob:
 
 @dataclass(frozen=True, slots=True)
 class MadeBytes:
-    """Bytes of an entry that no source has."""
+    """Bytes of an entry that no checkpoint has."""
+
+    offsets: ClassVar[None] = None
+    places: ClassVar[tuple[()]] = ()
 
     key: str
     content: bytes
-    offsets: None = None
-
-    @property
-    def index(self) -> MetadataIndex:
-        """What the metadata calls it."""
-        return MetadataIndex(self.key)
-
-    @property
-    def places(self) -> tuple[()]:
-        """Where its bytes are read: nowhere."""
-        return ()
 
     @property
     def length(self) -> int:
@@ -125,6 +109,11 @@ class MadeBytes:
 
 
 Entry = ChunkJob | BytesJob | MadeBytes
+
+
+def index_of(entry: Entry) -> MetadataIndex:
+    """What the metadata calls it."""
+    return MetadataIndex(entry.key, entry.offsets)
 
 
 @dataclass(frozen=True)
@@ -167,6 +156,7 @@ class MergePlan:
         shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
         config: ``metadata.json`` of the output, as the first source has it
+        common_state: of the output; None where there is none to write
         reshaped: core's record of tensors stored under another global shape, carried over
     """
 
@@ -176,17 +166,19 @@ class MergePlan:
     shares: list[RankShare] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
     config: dict[str, object] = field(default_factory=dict)
+    common_state: dict[str, Any] | None = None
     reshaped: dict[str, object] = field(default_factory=dict)
 
-    def copy(self, key: str, entry: Slice | TensorEntry, file: Callable[[str], Path]) -> None:
-        """Take over an entry as it is stored, in the files that ``file`` gives by their names."""
+    def copy(self, key: str, entry: Slice | TensorEntry, content: Content) -> None:
+        """Take over an entry of a checkpoint as it is stored."""
         if isinstance(entry, Slice):
             chunks: dict[tuple[int, ...] | None, Slice] = {None: entry}
         else:
             chunks = {box.offsets: piece for box, piece in entry.chunks.items()}
             self.copied_tensors[key] = _output_tensor(entry, entry.dtype)
         self.byte_entries += [
-            BytesJob(key, file(piece.file), piece, offsets) for offsets, piece in chunks.items()
+            BytesJob(key, content.file(piece.file), piece, offsets)
+            for offsets, piece in chunks.items()
         ]
 
     @property
@@ -263,7 +255,7 @@ def make_plan(
         if entry.dtype == torch.float32 and dtypes[key] != torch.float32:
             plan.narrowed.append(key)
     for key, copied in extra_states.extra_states.items():
-        plan.copy(key, copied, extra_states.file)
+        plan.copy(key, copied, extra_states)
     shares = (
         balanced(jobs, [job.source_bytes for job in jobs], world_size)
         if balance
@@ -283,11 +275,7 @@ def _output_tensor(entry: TensorEntry, dtype: torch.dtype) -> OutputTensor:
 def _stored(source: Source, key: str, output: TensorEntry) -> dict[Box, tuple[StoredChunk, ...]]:
     """For each chunk of the output the chunks of one source that hold its elements."""
     entry = source.tensors[key]
-
-    def chunk(box: Box) -> StoredChunk:
-        piece = entry.chunks[box]
-        return StoredChunk(source.file(piece.file), piece, box, entry.dtype)
-
+    chunk = partial(stored_chunk, source, entry)
     found: dict[Box, tuple[StoredChunk, ...]] = {
         box: (chunk(box),) for box in output.chunks if box in entry.chunks
     }

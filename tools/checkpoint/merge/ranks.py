@@ -30,6 +30,8 @@ class RankLost(CheckpointError):
 class Ranks:
     """This process among the ranks of a merge.
 
+    What all ranks do together raises ``RankLost`` where one is gone.
+
     Attributes:
         rank, size: as in ``torch.distributed``
         group: gloo group of all ranks; None for one process
@@ -77,11 +79,7 @@ class Ranks:
         raise CheckpointError(texts[0] + where) from own
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank.
-
-        Raises:
-            RankLost: a rank is gone
-        """
+        """Rank 0's value, on every rank."""
         if self.group is None:
             return value  # type: ignore[return-value]
         values = [value]
@@ -91,11 +89,7 @@ class Ranks:
         return values[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
-        """Each rank's value, on rank 0.
-
-        Raises:
-            RankLost: a rank is gone
-        """
+        """Each rank's value, on rank 0."""
         if self.group is None:
             return [value]
         values: list[T] | None = [value] * self.size if self.rank == 0 else None
@@ -105,11 +99,7 @@ class Ranks:
         return values
 
     def gather_everywhere(self, value: T) -> list[T]:
-        """Each rank's value, on every rank.
-
-        Raises:
-            RankLost: a rank is gone
-        """
+        """Each rank's value, on every rank."""
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -118,11 +108,7 @@ class Ranks:
         return values  # type: ignore[return-value]
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """The value that rank 0 has for this rank.
-
-        Raises:
-            RankLost: a rank is gone
-        """
+        """The value that rank 0 has for this rank."""
         if self.group is None:
             assert values is not None
             return values[0]

@@ -6,14 +6,10 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..common.errors import CheckpointError
 from ..common.paths import TRACKER_NAME, real_path, refuse_unwritable
 from ..common.progress import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 MAX_REPORT_BYTES = 2**26
 
@@ -41,49 +37,58 @@ class Timings:
     total: float = 0.0
 
 
-@dataclass
-class MergeResult:
-    """What a merge did; the same on every rank.
+@dataclass(kw_only=True)
+class Result:
+    """What a command that writes a checkpoint did; the same on every rank.
 
     Attributes:
         output_dir: the published checkpoint directory (or, in a dry run, the one to be)
-        inputs, weights: what was merged, in order
-        averaged_tensors: number of tensors merged
-        copied_extra_states: number of ``_extra_state`` entries copied
-        bytes_read: content read by all ranks: bytes of elements and of ``_extra_state`` entries
+        bytes_read: content read by all ranks: bytes of elements and of entries that are copied
         content_bytes: content of the output
-        bytes_written: bytes of the output's files, which have archives, metadata and common state
-            besides; ``content_bytes`` where nobody looked at them, as in a dry run
         world_size: number of ranks
         rank_bytes: source bytes of each rank
         peak_memory: largest resident size of each rank in bytes
-        merge_memory: how far that lies above the size at the start of the merge, which is Python,
-            torch and megatron-core themselves
-        narrowed: fp32 tensors saved in a narrower dtype
-        nonfinite_inputs: ``source: key`` to the number of its elements that aren't finite
-        left_out: number of entries of training state left unread, of all inputs together
         warnings: what the user should know
         timings: where the time went
     """
 
     output_dir: Path
+    bytes_read: int = 0
+    content_bytes: int = 0
+    world_size: int = 1
+    rank_bytes: list[int] = field(default_factory=list)
+    peak_memory: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    dry_run: bool = False
+
+
+@dataclass(kw_only=True)
+class MergeResult(Result):
+    """What a merge did.
+
+    Attributes:
+        inputs, weights: what was merged, in order
+        averaged_tensors: number of tensors merged
+        copied_extra_states: number of ``_extra_state`` entries copied
+        bytes_written: bytes of the output's files, which have archives, metadata and common state
+            besides; ``content_bytes`` where nobody looked at them, as in a dry run
+        merge_memory: how far ``peak_memory`` lies above the size at the start of the merge, which
+            is Python, torch and megatron-core themselves
+        narrowed: fp32 tensors saved in a narrower dtype
+        nonfinite_inputs: ``source: key`` to the number of its elements that aren't finite
+        left_out: number of entries of training state left unread, of all inputs together
+    """
+
     inputs: list[str]
     weights: list[float]
     averaged_tensors: int
     copied_extra_states: int
-    bytes_read: int = 0
-    content_bytes: int = 0
     bytes_written: int = 0
-    world_size: int = 1
-    rank_bytes: list[int] = field(default_factory=list)
-    peak_memory: list[int] = field(default_factory=list)
     merge_memory: list[int] = field(default_factory=list)
     narrowed: list[str] = field(default_factory=list)
     nonfinite_inputs: dict[str, int] = field(default_factory=dict)
     left_out: int = 0
-    warnings: list[str] = field(default_factory=list)
-    timings: Timings = field(default_factory=Timings)
-    dry_run: bool = False
 
 
 def plan_text(result: MergeResult) -> str:
@@ -100,8 +105,7 @@ def plan_text(result: MergeResult) -> str:
         f'entries copied: {format_bytes(result.content_bytes)} of content, and what files take '
         'besides',
         f'  {format_bytes(sum(result.rank_bytes))} of content to read by {result.world_size} rank'
-        f'{"s" if result.world_size > 1 else ""}: '
-        + ', '.join(_some([format_bytes(size) for size in result.rank_bytes])),
+        f'{"s" if result.world_size > 1 else ""}: ' + _sizes(result.rank_bytes),
     ]
     if result.left_out:
         lines.append(f'  {result.left_out} entries of training state in all left unread')
@@ -112,25 +116,43 @@ def plan_text(result: MergeResult) -> str:
 
 def report_text(result: MergeResult) -> str:
     """What was done, in how much time and memory."""
-    times = result.timings
     lines = [
         f'merged {len(result.inputs)} checkpoints into {result.output_dir}: '
         f'{result.averaged_tensors} tensors, {result.copied_extra_states} _extra_state entries',
-        f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
-        f'load {times.load:.2f}, accumulate {times.accumulate:.2f}, save {times.save:.2f}, '
-        f'verify {times.verify:.2f}, publish {times.publish:.2f})',
-        f'read {format_bytes(result.bytes_read)} of content at '
-        f'{format_rate(result.bytes_read, times.total)}, '
-        f'wrote {_written(result)} at {format_rate(result.bytes_written, times.total)}',
-        'peak host memory by rank: '
-        + ', '.join(_some([format_bytes(size) for size in result.peak_memory]))
-        + '; above what was loaded before the merge (Python, torch): '
-        + ', '.join(_some([format_bytes(size) for size in result.merge_memory])),
     ]
+    wrote = f'{_written(result)} at {format_rate(result.bytes_written, result.timings.total)}'
+    memory = result.merge_memory
+    lines += figure_lines(result, memory, wrote, 'load', 'accumulate', 'the merge')
     lines += [
         f'not finite: {count} values of {name}' for name, count in result.nonfinite_inputs.items()
     ]
     return '\n'.join(lines)
+
+
+def figure_lines(
+    result: Result, own_memory: Sequence[int], wrote: str, load: str, accumulate: str, what: str
+) -> list[str]:
+    """Time, bytes and memory.
+
+    Args:
+        own_memory: of each rank, above what it held at the beginning
+        load, accumulate: what the command calls reading and arithmetic
+        what: it does
+    """
+    times = result.timings
+    return [
+        f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
+        f'{load} {times.load:.2f}, {accumulate} {times.accumulate:.2f}, save {times.save:.2f}, '
+        f'verify {times.verify:.2f}, publish {times.publish:.2f})',
+        f'read {format_bytes(result.bytes_read)} of content at '
+        f'{format_rate(result.bytes_read, times.total)}, wrote {wrote}',
+        f'peak host memory by rank: {_sizes(result.peak_memory)}; above what was loaded before '
+        f'{what} (Python, torch): {_sizes(own_memory)}',
+    ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return ', '.join(_some([format_bytes(size) for size in sizes]))
 
 
 def _written(result: MergeResult) -> str:
@@ -140,19 +162,15 @@ def _written(result: MergeResult) -> str:
     return f'{format_bytes(result.bytes_written)} of files ({content})'
 
 
-def write_json(result: 'DataclassInstance', file: Path) -> None:
-    """Write every figure of a result as JSON.
-
-    Raises:
-        CheckpointError: the file can't be written
-    """
+def write_json(result: Result, file: Path) -> None:
+    """Write every figure of a result as JSON."""
     try:
         file.write_text(json.dumps(asdict(result), indent=2, default=str) + '\n')
     except OSError as error:
         raise CheckpointError(f"{file}: can't be written: {error.strerror}") from error
 
 
-def is_report(content: bytes, of: type['DataclassInstance'] = MergeResult) -> bool:
+def is_report(content: bytes, of: type[Result]) -> bool:
     """Whether a file holds such a result by ``write_json``, or nothing, and so may be replaced."""
     if not content.strip():
         return True
@@ -172,7 +190,7 @@ def refuse_report(
     report: Path,
     target: Path,
     read_from: Mapping[Path, str],
-    of: type['DataclassInstance'] = MergeResult,
+    of: type[Result],
 ) -> None:
     """Raise where writing a report would damage something, or can't work.
 

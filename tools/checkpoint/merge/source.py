@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
-from ..common.errors import CheckpointError, one_line, reading, shown
+from ..common.errors import CheckpointError, one_line, reading, shown, some
 from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
 from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
 from ..common.tensors import dtype_name
@@ -47,29 +48,60 @@ class TensorEntry:
         return frozenset(self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as one checkpoint stores it."""
+
+    path: Path
+    piece: Slice
+    box: Box
+    dtype: torch.dtype
+
+
 @dataclass
-class Source:
-    """The mergeable content of one checkpoint.
+class Content:
+    """What a checkpoint holds.
 
     Attributes:
         directory: checkpoint directory
         config: what ``metadata.json`` says
-        tensors: floating model tensors by FQN
-        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
-            tensors of any dtype
-        embedded_common: bytes of the common state stored as a DCP entry, if any
-        left_out: training state that ``model_only`` leaves unread
         reshaped: core's record of tensors stored under another global shape (core 0.14)
     """
 
     directory: Path
     config: dict[str, object]
+    reshaped: dict[str, object] = field(default_factory=dict, kw_only=True)
+    _files: dict[str, Path] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def file(self, name: str) -> Path:
+        """The file of a slice; one object for each, of which a plan has many."""
+        if name not in self._files:
+            self._files[name] = self.directory / name
+        return self._files[name]
+
+
+def stored_chunk(content: Content, entry: TensorEntry, box: Box) -> StoredChunk:
+    """A chunk of a stored tensor as a plan refers to it."""
+    piece = entry.chunks[box]
+    return StoredChunk(content.file(piece.file), piece, box, entry.dtype)
+
+
+@dataclass
+class Source(Content):
+    """The mergeable content of one checkpoint.
+
+    Attributes:
+        tensors: floating model tensors by FQN
+        extra_states: entries ``…_extra_state`` by FQN, as they stand in the metadata: bytes, or
+            tensors of any dtype
+        embedded_common: bytes of the common state stored as a DCP entry, if any
+        left_out: training state that ``model_only`` leaves unread
+    """
+
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     extra_states: dict[str, Slice | TensorEntry] = field(default_factory=dict)
     embedded_common: Slice | None = None
     left_out: list[str] = field(default_factory=list)
-    reshaped: dict[str, object] = field(default_factory=dict)
-    _files: dict[str, Path] = field(default_factory=dict, repr=False)
 
     @property
     def tensor_config(self) -> dict[str, object]:
@@ -79,25 +111,6 @@ class Source:
         itself shows it.
         """
         return {key: self.config[key] for key in self.config if not key.startswith('common_')}
-
-    def file(self, name: str) -> Path:
-        """The file of a slice; one object for each, of which a plan has many."""
-        if name not in self._files:
-            self._files[name] = self.directory / name
-        return self._files[name]
-
-    @property
-    def common_file(self) -> Path | None:
-        """The legacy ``common.pt``, if there is one."""
-        path = self.directory / COMMON_FILE
-        return path if path.exists() else None
-
-    def slices(self) -> Iterable[Slice]:
-        """Every slice that a merge may read."""
-        for entry in (*self.tensors.values(), *self.extra_states.values()):
-            yield from entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,)
-        if self.embedded_common is not None:
-            yield self.embedded_common
 
 
 def read_source(directory: Path, *, model_only: bool = False, trust: bool = False) -> Source:
@@ -115,8 +128,19 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     metadata = load_dcp_metadata(directory, trust=trust)
     with reading(directory / METADATA_NAME, 'metadata of torch_dist'):  # fields of any type
         _take_entries(source, metadata, model_only)
-    check_files((source.file(piece.file), piece.end) for piece in source.slices())
+    common = [] if source.embedded_common is None else [source.embedded_common]
+    check_entries(directory, [*source.tensors.values(), *source.extra_states.values(), *common])
     return source
+
+
+def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
+    """Refuse entries whose file is missing or ends before they do."""
+    file = cache(directory.joinpath)
+    check_files(
+        (file(piece.file), piece.end)
+        for entry in entries
+        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
+    )
 
 
 def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
@@ -137,10 +161,15 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
             else:
                 _check_averaged(source.directory, key, taken.dtype)
                 source.tensors[key] = taken
+        elif is_extra_state(key):
+            source.extra_states[key] = places.slice(MetadataIndex(key))
         else:
-            _take_bytes(source, key, entry, places)
+            raise CheckpointError(
+                f'{source.directory}: {key}: bytes, expected a tensor or the bytes of an '
+                '_extra_state'
+            )
     _refuse_foreign(source, foreign, model_only)
-    if source.embedded_common is not None and source.common_file is not None:
+    if source.embedded_common is not None and (source.directory / COMMON_FILE).exists():
         raise CheckpointError(
             f'{source.directory}: common state both in {COMMON_FILE} and as {COMMON_KEY}, expected '
             'one; remove the one that is stale'
@@ -180,21 +209,13 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def _take_common(source: Source, key: str, entry: object, places: 'Places') -> None:
-    if key != COMMON_KEY or not isinstance(entry, BytesStorageMetadata):
+    kind = 'bytes' if isinstance(entry, BytesStorageMetadata) else 'a tensor'
+    if (key, kind) != (COMMON_KEY, 'bytes'):
         raise CheckpointError(
-            f'{source.directory}: common state stored as {key} ({_kind(entry)}), expected one '
+            f'{source.directory}: common state stored as {key} ({kind}), expected one '
             f'byte entry {COMMON_KEY}'
         )
     source.embedded_common = places.slice(MetadataIndex(key))
-
-
-def _take_bytes(source: Source, key: str, entry: object, places: 'Places') -> None:
-    if not isinstance(entry, BytesStorageMetadata) or not is_extra_state(key):
-        raise CheckpointError(
-            f'{source.directory}: {key}: {_kind(entry)}, expected a tensor or the bytes of an '
-            '_extra_state'
-        )
-    source.extra_states[key] = places.slice(MetadataIndex(key))
 
 
 def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
@@ -206,10 +227,10 @@ def _check_averaged(directory: Path, key: str, dtype: torch.dtype) -> None:
 
 
 def tensor_entry(key: str, entry: TensorStorageMetadata, places: 'Places') -> TensorEntry:
-    """A stored tensor with its chunks, which tile it.
+    """A stored tensor with its chunks.
 
     Raises:
-        CheckpointError: they don't, or one isn't stored
+        CheckpointError: they don't tile it, or one isn't stored
     """
     directory = places.directory
     dtype, shape = entry.properties.dtype, tuple(entry.size)
@@ -266,25 +287,12 @@ class Places:
 def _refuse_foreign(source: Source, foreign: list[str], model_only: bool) -> None:
     if foreign:
         raise CheckpointError(
-            f'{source.directory}: {_some(foreign)}: outside the model (model., model<N>., '
+            f'{source.directory}: {some(foreign)}: outside the model (model., model<N>., '
             "decoder., embedding., output_layer., mtp.) and no training state; can't be merged"
         )
     if source.left_out and not model_only:
         raise CheckpointError(
-            f'{source.directory}: holds training state ({_some(source.left_out)}), as an ordinary '
+            f'{source.directory}: holds training state ({some(source.left_out)}), as an ordinary '
             "training checkpoint does; optimizer and RNG state can't be averaged: pass "
             '--model-only to leave them unread'
         )
-
-
-def _some(keys: list[str]) -> str:
-    more = f' and {len(keys) - 3} more' if len(keys) > 3 else ''
-    return ', '.join(sorted(keys)[:3]) + more
-
-
-def _kind(entry: object) -> str:
-    return (
-        'a tensor'
-        if isinstance(entry, TensorStorageMetadata)
-        else ('bytes' if isinstance(entry, BytesStorageMetadata) else type(entry).__name__)
-    )

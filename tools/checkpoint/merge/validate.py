@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import entry_name, load_dcp_metadata
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, some
 from ..common.stored import check_files
 from .geometry import Box
-from .plan import MergePlan
+from .plan import MergePlan, index_of
 from .source import Source, TensorEntry
 
 
@@ -94,11 +94,7 @@ def validate_sources(sources: Sequence[Source], *, allow_reshard: bool = False) 
 
 
 def validate_given_extra_states(given: Source, sources: Sequence[Source]) -> None:
-    """``--common-state-checkpoint`` has the inputs' ``_extra_state`` entries, if they have any.
-
-    Raises:
-        CheckpointError: the sets differ
-    """
+    """Refuse a ``--common-state-checkpoint`` with other ``_extra_state`` than the inputs have."""
     if sources[0].extra_states:
         for difference in _extra_state_differences(given, sources[0]):
             raise CheckpointError(f'{given.directory} against {sources[0].directory}: {difference}')
@@ -136,7 +132,8 @@ def validate_output(directory: Path, plan: MergePlan) -> dict[MetadataIndex, _St
     metadata = load_dcp_metadata(directory)
     entries, storage = metadata.state_dict_metadata, metadata.storage_data
     planned = [*plan.tensors, *(job.key for job in plan.byte_entries)]
-    _same_keys(str(directory), 'entries', entries, planned)
+    for difference in _key_differences('entries', entries, planned):
+        raise CheckpointError(f'{directory}: {difference}')
     for key, tensor in (plan.tensors | plan.copied_tensors).items():
         entry = entries[key]
         if (
@@ -170,28 +167,16 @@ def _planned_lengths(plan: MergePlan) -> Iterator[tuple[MetadataIndex, int, floa
         for box in tensor.boxes:
             yield MetadataIndex(key, box.offsets), box.numel * tensor.dtype.itemsize, math.inf
     for job in plan.byte_entries:
-        yield job.index, job.length, job.length
-
-
-def _same_keys(where: str, what: str, found: Iterable[str], expected: Iterable[str]) -> None:
-    for difference in _key_differences(what, found, expected):
-        raise CheckpointError(f'{where}: {difference}')
+        yield index_of(job), job.length, job.length
 
 
 def _key_differences(
     what: str, found: Iterable[str], expected: Iterable[str]
 ) -> Iterator[Difference]:
-    missing = sorted(set(expected) - set(found))
-    unexpected = sorted(set(found) - set(expected))
+    missing, unexpected = set(expected) - set(found), set(found) - set(expected)
     if missing or unexpected:
-        yield Difference(
-            f'{what} differ:', '', f'missing {_list(missing)}, unexpected {_list(unexpected)}'
-        )
-
-
-def _list(keys: Sequence[str]) -> str:
-    shown = ', '.join(keys[:8]) or 'none'
-    return f'{shown} and {len(keys) - 8} more' if len(keys) > 8 else shown
+        text = f'missing {some(missing, 8)}, unexpected {some(unexpected, 8)}'
+        yield Difference(f'{what} differ:', '', text)
 
 
 def _layout(boxes: Iterable[Box]) -> str:

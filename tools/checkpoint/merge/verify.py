@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from ..common.errors import CheckpointError
 from ..common.tensors import same_bits
 from .payload import OpenFiles, load_chunk, read_bytes
-from .plan import ChunkJob, RankShare, StoredChunk
-from .source import Slice
+from .plan import ChunkJob, RankShare
+from .source import Slice, StoredChunk
 
 _OPEN_FILES = 64
 
@@ -25,36 +25,42 @@ _OPEN_FILES = 64
 def verify_share(
     directory: Path,
     share: RankShare,
-    weights: Sequence[float],
     places: Iterable[_StorageInfo],
-    on_bytes: Callable[[int], object] = lambda count: None,
+    fault: Callable[[ChunkJob, StoredChunk, OpenFiles], str | None],
+    on_bytes: Callable[[int], object],
 ) -> None:
     """Check what one rank wrote.
 
     Args:
         directory: the output, published or not
         share: chunks and byte entries to check
-        weights: one for each source
         places: where each of the share's entries is stored
+        fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
 
     Raises:
         CheckpointError: a chunk or byte entry differs; names its key
     """
-    written = ((directory / place.relative_path, Slice.of(place)) for place in places)
+    stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
     with closing(OpenFiles(_OPEN_FILES)) as files:
         for job in share.chunks:
-            path, piece = next(written)
-            output = StoredChunk(path, piece, job.box, job.dtype)
-            if not same_bits(_loaded(job.key, output, files), _expected(job, weights, files)):
-                raise CheckpointError(
-                    f'{path}: {job.key} at {job.box.offsets}: differs from the weighted sum of its '
-                    'inputs; the output is not published'
-                )
+            path, piece = next(stored)
+            found = fault(job, StoredChunk(path, piece, job.box, job.dtype), files)
+            if found:
+                raise CheckpointError(f'{path}: {job.key} at {job.box.offsets}: {found}')
             on_bytes(job.source_bytes)
-    for entry, (path, piece) in zip(share.byte_entries, written, strict=True):
+    for entry, (path, piece) in zip(share.byte_entries, stored, strict=True):
         if read_bytes(path, piece) != entry.read():
             raise CheckpointError(f'{path}: {entry.key}: differs from what the input stores')
+
+
+def merge_fault(
+    job: ChunkJob, written: StoredChunk, files: OpenFiles, weights: Sequence[float]
+) -> str | None:
+    """What is wrong with a merged chunk."""
+    if same_bits(_loaded(job.key, written, files), _expected(job, weights, files)):
+        return None
+    return 'differs from the weighted sum of its inputs; the output is not published'
 
 
 def _expected(job: ChunkJob, weights: Sequence[float], files: OpenFiles) -> torch.Tensor:
@@ -93,7 +99,7 @@ def _loaded(key: str, part: StoredChunk, files: OpenFiles) -> torch.Tensor:
         and not loaded.is_meta
     ):
         return loaded
-    return load_chunk(part.path, part.piece, key, part.dtype, part.box.sizes)
+    return load_chunk(part, key)
 
 
 def _window(starts: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

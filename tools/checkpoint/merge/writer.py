@@ -37,7 +37,7 @@ from torch.futures import Future
 from ..common.errors import CheckpointError
 from .accumulate import Stopped
 from .archive import Template, save_template, saved
-from .places import Places, output_metadata
+from .places import WrittenPlaces, output_metadata
 from .plan import ChunkJob, Entry, MergePlan, RankShare
 
 _SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
@@ -109,7 +109,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         self._largest = max((job.nbytes for job in share.chunks), default=0)
         self._thread = threading.local()
         self.mergers: list[M] = []
-        self.places = Places(len(self._entries))
+        self.places = WrittenPlaces(len(self._entries))
 
     def set_up_planner(
         self,
@@ -256,7 +256,7 @@ class MergeWriter(FileSystemWriter):
         """Write all items; a failure is kept in ``failure`` for the ranks to agree on."""
         assert isinstance(planner, MergePlanner)
         self._plan = planner.plan
-        entries: Future[list[Places]] = Future()
+        entries: Future[list[WrittenPlaces]] = Future()
         try:
             written = super().write_data(plan, planner).value()
             if self.failure is None and len(written) != len(plan.items):
@@ -271,7 +271,7 @@ class MergeWriter(FileSystemWriter):
             entries.set_result([])
         return entries
 
-    def finish(self, metadata: Metadata, results: list[list[Places]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WrittenPlaces]]) -> None:
         """Write the metadata of the whole output, from the plan and where ranks have written."""
         assert self._plan is not None
         places = [of_rank for written in results for of_rank in written]

@@ -16,7 +16,8 @@ from ..common.errors import CheckpointError
 from ..common.tensors import as_bits
 from ..merge.accumulate import BLOCK_ELEMENTS, Stopped
 from ..merge.payload import OpenFiles, load_chunk, locate, read_exactly
-from ..merge.plan import ChunkJob, StoredChunk
+from ..merge.plan import ChunkJob
+from ..merge.source import StoredChunk
 from .plan import OutputChunk, Piece
 
 _OPEN_FILES = 64
@@ -67,7 +68,8 @@ class Assembler:
         for piece in job.pieces:
             self._read_into(out[piece.at : piece.at + piece.count], piece)
         if job.proof:
-            self._prove(job, job.pieces, out)
+            self._prove(job, job.pieces, out, 0)
+            self.proven += out.numel()
         for copy in job.copies:
             self._compare(job, copy, out)
 
@@ -96,17 +98,25 @@ class Assembler:
             self._read(source, piece.start + start, values)
             part.copy_(values)
 
-    def _prove(self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor) -> None:
+    def _prove(
+        self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor, begin: int
+    ) -> None:
+        """Compare elements of a main parameter, which ``pieces`` store, with its weight.
+
+        Args:
+            main: those from element ``begin`` of the chunk on
+        """
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
-            stored = self._weight(job, start, values.numel())
-            begin = perf_counter()
+            stored = self._weight(job, begin + start, values.numel())
+            started = perf_counter()
             same = as_bits(values.to(stored.dtype)) == as_bits(stored)
             if not same.all():
-                at = start + int((~same).nonzero()[0])
-                raise NotItsWeightError(_mismatch(job, pieces, main, stored, at, start))
-            self.math_seconds += perf_counter() - begin
-        self.proven += main.numel()
+                at = int((~same).nonzero()[0])
+                raise NotItsWeightError(
+                    _mismatch(job, pieces, begin + start + at, float(values[at]), float(stored[at]))
+                )
+            self.math_seconds += perf_counter() - started
 
     def _weight(self, job: OutputChunk, start: int, count: int) -> torch.Tensor:
         """These elements of the weight that a main parameter's chunk is cast to."""
@@ -136,26 +146,18 @@ class Assembler:
                     continue
                 different += count - int(same.sum())
                 if job.proof:
-                    self._prove_part(job, piece, values, at)
+                    self._prove(job, [piece], values, at)
         if job.proof:
             self.proven += out.numel()
         if different:
             self.different_copies[job.key] = self.different_copies.get(job.key, 0) + different
 
-    def _prove_part(self, job: OutputChunk, piece: Piece, values: torch.Tensor, at: int) -> None:
-        stored = self._weight(job, at, values.numel())
-        same = as_bits(values.to(stored.dtype)) == as_bits(stored)
-        if not same.all():
-            first = int((~same).nonzero()[0])
-            raise NotItsWeightError(_mismatch(job, [piece], values, stored, at + first, at))
-
     def _open(self, stored: StoredChunk, key: str) -> '_Opened':
         descriptor = self._files.get(stored.path)
-        offset = locate(descriptor, stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+        offset = locate(descriptor, stored, key)
         if offset is not None:
             return _Opened(stored.path, descriptor, offset)
-        chunk = load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
-        return _Opened(stored.path, whole=chunk.contiguous().view(-1))
+        return _Opened(stored.path, whole=load_chunk(stored, key).contiguous().view(-1))
 
     def _read(self, opened: '_Opened', start: int, out: torch.Tensor) -> None:
         if self._stop.is_set():
@@ -189,30 +191,18 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def _mismatch(
-    job: OutputChunk,
-    pieces: Sequence[Piece],
-    main: torch.Tensor,
-    block: torch.Tensor,
-    at: int,
-    start: int,
+    job: OutputChunk, pieces: Sequence[Piece], at: int, found: float, weight: float
 ) -> str:
-    """Says which stored element isn't that of the weight.
-
-    Args:
-        main: elements of the main parameter from ``at``'s block or piece on
-        block: the weight's elements from ``start`` on
-        at: the element of the chunk that differs
-    """
+    """Says which stored element isn't that of the weight: number ``at`` of the chunk."""
     piece, proof = (
         next(piece for piece in of if piece.at <= at < piece.at + piece.count)
         for of in (pieces, job.proof)
     )
     begin = [*piece.stored.box.offsets[:-1], piece.stored.box.offsets[-1] + piece.start]
-    found = main[at if main.numel() == job.box.numel else at - start]
     return (
         f'{piece.stored.path}: {piece.key} at {begin}: taken '
         f'for {proof.key} at {job.box.offsets}, whose element {at} is '
-        f'{float(block[at - start]):.9g} in {proof.stored.path}, but holds {float(found):.9g}: '
+        f'{weight:.9g} in {proof.stored.path}, but holds {found:.9g}: '
         'these weights and this optimizer state do not belong together, or are damaged; nothing is '
         'published, take another checkpoint'
     )

@@ -16,6 +16,7 @@ import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_position
 
 from ..common.errors import CheckpointError
+from ..common.tensors import dtype_name
 from ..merge.geometry import Box
 from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
@@ -137,17 +138,19 @@ def _check_bucket(checkpoint: Checkpoint, bucket: Bucket, states: set[str]) -> N
             raise CheckpointError(f'{where}.{state}: shape {entry.shape}, expected one dimension')
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f'{where}.{state}: {_dtype_refusal(entry.dtype)}')
-        edges = sorted({0, *(e for box in entry.chunks for e in (*box.offsets, *box.ends))})
-        if state == PARAM or not bucket.edges:
-            bucket.numel, bucket.edges = entry.shape[0], edges
+    param = bucket.tensors[PARAM][1]
+    bucket.numel, bucket.edges = param.shape[0], _edges(param)
     for state, (_, entry) in bucket.tensors.items():
-        cut = sorted({0, *(e for box in entry.chunks for e in (*box.offsets, *box.ends))})
-        if entry.shape[0] != bucket.numel or cut != bucket.edges:
+        if entry.shape != param.shape or _edges(entry) != bucket.edges:
             raise CheckpointError(f'{where}.{state}: cut in other chunks than {PARAM}')
 
 
+def _edges(entry: TensorEntry) -> list[int]:
+    return sorted({0, *(e for box in entry.chunks for e in (*box.offsets, *box.ends))})
+
+
 def _dtype_refusal(dtype: torch.dtype) -> str:
-    found = f'stored as {str(dtype).removeprefix("torch.")}, expected float32, bfloat16 or float16'
+    found = f'stored as {dtype_name(dtype)}, expected float32, bfloat16 or float16'
     if dtype != torch.int16:
         return found
     return (

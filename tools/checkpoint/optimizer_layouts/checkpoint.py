@@ -1,7 +1,7 @@
 """What the input holds and where, from its metadata and common state; no tensor is read."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
 )
 from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -31,47 +30,42 @@ from torch.distributed.checkpoint.metadata import (
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
-from ..common.stored import check_files, common_state_slice, read_common_state
+from ..common.stored import common_state_slice, read_common_state
 from ..merge.common_state import CommonState
-from ..merge.source import Places, Slice, TensorEntry, read_config, tensor_entry
+from ..merge.source import (
+    Content,
+    Places,
+    Slice,
+    TensorEntry,
+    check_entries,
+    read_config,
+    tensor_entry,
+)
 
 _FLATTENED_FROM = 'nd_reformulated_orig_global_shape'
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Content):
     """The content of one checkpoint.
 
     Attributes:
-        directory: checkpoint directory
-        config: what ``metadata.json`` says
         common: its common state
         format: of the optimizer's state, as ``stored_optimizer_format`` names it
         optimizer: the optimizer's tensors by FQN
         optimizer_objects: its other entries
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
-        reshaped: core's record of tensors stored under another global shape (core 0.14)
         layout: of the model, as the keys tell
     """
 
-    directory: Path
-    config: dict[str, object]
     common: CommonState
     format: str = ''
     optimizer: dict[str, TensorEntry] = field(default_factory=dict)
     optimizer_objects: dict[str, Slice] = field(default_factory=dict)
     weights: dict[str, TensorEntry] = field(default_factory=dict)
     copied: dict[str, TensorEntry | Slice] = field(default_factory=dict)
-    reshaped: dict[str, object] = field(default_factory=dict)
     layout: CheckpointLayout | None = None
-    _files: dict[str, Path] = field(default_factory=dict, repr=False)
-
-    def file(self, name: str) -> Path:
-        """The file of a slice; one object for each, of which a plan has many."""
-        if name not in self._files:
-            self._files[name] = self.directory / name
-        return self._files[name]
 
     @property
     def args(self) -> object:
@@ -105,21 +99,8 @@ def read_checkpoint(directory: Path, *, trust: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def check_entries(directory: Path, entries: Iterable[TensorEntry | Slice]) -> None:
-    """Every file of these entries is there and long enough.
-
-    Raises:
-        CheckpointError: one isn't
-    """
-    check_files(
-        (directory / piece.file, piece.end)
-        for entry in entries
-        for piece in (entry.chunks.values() if isinstance(entry, TensorEntry) else (entry,))
-    )
-
-
 def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
-    directory, places = checkpoint.directory, Places(checkpoint.directory, metadata)
+    places = Places(checkpoint.directory, metadata)
     for key, entry in metadata.state_dict_metadata.items():
         kind = kind_of(key)
         if kind == COMMON:
@@ -133,9 +114,7 @@ def _take_entries(checkpoint: Checkpoint, metadata: Metadata) -> None:
             checkpoint.copied[key] = tensor
             if kind not in TRAINING and not is_extra_state(key):
                 checkpoint.weights[key] = tensor
-        elif isinstance(entry, BytesStorageMetadata):
+        else:
             piece = places.slice(MetadataIndex(key))
             (checkpoint.optimizer_objects if of_optimizer else checkpoint.copied)[key] = piece
-        else:
-            raise CheckpointError(f'{directory}: {key}: {type(entry).__name__}, expected an entry')
     checkpoint.reshaped = dict(getattr(metadata, 'mcore_data', None) or {})

@@ -7,7 +7,9 @@ is right: where more than one order fills the buckets, and in the writing, for e
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,30 @@ from .stages import Chunk, Parts, Placed, fit_buffers, fit_chunks, split
 Positions = dict[tuple[int, int], list[Placed]]
 """The placed parameters by optimizer of the chain and model-parallel position."""
 
+Stored = dict[Part, list[dict[str, tuple[Piece, ...]]]]
+"""By part of a weight the pieces of each state, for each position that stores it."""
+
+
+@dataclass
+class _Given:
+    """What is known before parameters are placed.
+
+    Attributes:
+        buffers: by optimizer of the chain and model-parallel position
+        of_experts: of each optimizer of the chain, whether it has the expert-parallel parameters
+    """
+
+    checkpoint: Checkpoint
+    model: Model
+    buffers: dict[tuple[int, int], list[Buffer]]
+    of_experts: list[bool]
+
+    def tensor_rank(self, position: tuple[int, int]) -> int:
+        """The tensor-parallel rank at a position."""
+        chain, group = position
+        experts = self.of_experts[chain]
+        return group % (self.model.expert_tensor_size if experts else self.model.tensor_size)
+
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     """The plan, derived from the metadata.
@@ -46,8 +72,8 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     of_experts = [is_of_experts(of_chain) for of_chain in settings]
     model = read_model(checkpoint, any(of_experts))
     _check_gated(checkpoint, model)
-    positions = _derive(checkpoint, model, buffers, of_experts)
-    return _plan(checkpoint, model, settings, of_experts, buffers, positions)
+    given = _Given(checkpoint, model, buffers, of_experts)
+    return _plan(given, settings, _derive(given))
 
 
 def _check_gated(checkpoint: Checkpoint, model: Model) -> None:
@@ -65,18 +91,13 @@ def _check_gated(checkpoint: Checkpoint, model: Model) -> None:
             )
 
 
-def _derive(
-    checkpoint: Checkpoint,
-    model: Model,
-    buffers: Mapping[tuple[int, int], list[Buffer]],
-    of_experts: Sequence[bool],
-) -> Positions:
+def _derive(given: _Given) -> Positions:
     """Where every parameter lies, by the one order that fills all buckets."""
-    found = _fitting(checkpoint, model, buffers, of_experts, [frozenset()])
+    checkpoint, model = given.checkpoint, given.model
+    found = _fitting(given, [frozenset()])
     if not found:
-        buckets = [b for own in buffers.values() for buffer in own for b in buffer.buckets]
-        frozen = possibly_frozen(checkpoint, model, buckets)
-        found = _fitting(checkpoint, model, buffers, of_experts, frozen)
+        buckets = [b for own in given.buffers.values() for buffer in own for b in buffer.buckets]
+        found = _fitting(given, possibly_frozen(checkpoint, model, buckets))
     if not found:
         raise CheckpointError(
             f"{checkpoint.directory}: the {len(model.parameters)} parameters of the weights don't "
@@ -84,7 +105,7 @@ def _derive(
             f'{model.tensor_size}); modules of other makes are not converted'
         )
     if len(found) > 1:
-        found = _proven(checkpoint, model, of_experts, found)
+        found = _proven(given, found)
     if len(found) != 1:
         raise CheckpointError(
             f'{checkpoint.directory}: the buckets can be filled in several ways, and the weights '
@@ -94,19 +115,13 @@ def _derive(
     return found[0][1]
 
 
-def _fitting(
-    checkpoint: Checkpoint,
-    model: Model,
-    buffers: Mapping[tuple[int, int], list[Buffer]],
-    of_experts: Sequence[bool],
-    frozen_sets: Iterable[frozenset[str]],
-) -> list[tuple[str, Positions]]:
+def _fitting(given: _Given, frozen_sets: Iterable[frozenset[str]]) -> list[tuple[str, Positions]]:
     """Every derivation that fills all buckets, with words for it; none twice."""
     found: list[tuple[str, Positions]] = []
     for frozen in frozen_sets:
-        trained = [p for p in model.parameters if p.key not in frozen]
+        trained = [p for p in given.model.parameters if p.key not in frozen]
         for order in possible_orders(trained):
-            positions = _fit(checkpoint, model, trained, buffers, of_experts, order)
+            positions = _fit(given, trained, order)
             if positions is not None and all(_differ(positions, other) for _, other in found):
                 without = f', {", ".join(sorted(frozen))} frozen' if frozen else ''
                 found.append((f'{order}{without}', positions))
@@ -128,50 +143,34 @@ def _differ(one: Positions, other: Positions) -> bool:
     return _placements(one).keys() != _placements(other).keys()
 
 
-def _proven(
-    checkpoint: Checkpoint,
-    model: Model,
-    of_experts: Sequence[bool],
-    found: Sequence[tuple[str, Positions]],
-) -> list[tuple[str, Positions]]:
+def _proven(given: _Given, found: Sequence[tuple[str, Positions]]) -> list[tuple[str, Positions]]:
     """Those of several derivations whose main parameters are the weights, where they differ."""
     placements = [_placements(positions) for _, positions in found]
     agreed = set.intersection(*map(set, placements))
     proven = []
-    assembler = Assembler()
-    try:
+    with closing(Assembler()) as assembler:
         for candidate, own in zip(found, placements, strict=True):
-            pieces: dict[Part, list[dict[str, tuple[Piece, ...]]]] = defaultdict(list)
+            stored: Stored = defaultdict(list)
             for placement in own.keys() - agreed:
-                (chain, group), placed = placement[0], own[placement]
-                size = model.expert_tensor_size if of_experts[chain] else model.tensor_size
-                _take_pieces(checkpoint, pieces, placed, group % size, [PARAM])
-            if all(assembler.is_weight(chunk) for chunk in _chunks(checkpoint, pieces, [PARAM])):
+                _take_pieces(given, stored, placement[0], own[placement], [PARAM])
+            if all(map(assembler.is_weight, _chunks(given.checkpoint, stored, [PARAM]))):
                 proven.append(candidate)
-    finally:
-        assembler.close()
     return proven
 
 
-def _fit(
-    checkpoint: Checkpoint,
-    model: Model,
-    trained: Sequence[Parameter],
-    buffers: Mapping[tuple[int, int], list[Buffer]],
-    of_experts: Sequence[bool],
-    order: Order,
-) -> Positions | None:
-    apart = any(of_experts)
-    dense = [chain for chain, experts in enumerate(of_experts) if not experts]
-    size = model.tensor_size
+def _fit(given: _Given, trained: Sequence[Parameter], order: Order) -> Positions | None:
+    buffers, apart = given.buffers, any(given.of_experts)
+    dense = [chain for chain, experts in enumerate(given.of_experts) if not experts]
+    size = given.model.tensor_size
     groups = sorted({group for chain, group in buffers if chain in dense})
     stages = len(groups) // size
     if groups != list(range(size * stages)) or not stages:
         raise CheckpointError(
-            f'{checkpoint.directory}: {len(groups)} model-parallel positions (dp_group_idx '
+            f'{given.checkpoint.directory}: {len(groups)} model-parallel positions (dp_group_idx '
             f'{groups[:4]}…), expected a multiple of the {size} tensor-parallel ranks'
         )
-    parts = split([p for p in trained if not apart or p.expert < 0], model.parameters, order)
+    shared = [p for p in trained if not apart or p.expert < 0]
+    parts = split(shared, given.model.parameters, order)
     positions: Positions = {key: [] for key in buffers}
     chunks: list[list[Chunk]] = []
     for rank in range(size):
@@ -185,9 +184,9 @@ def _fit(
         chunks = fitted
         for s, of_stage in enumerate(fitted):
             positions[dense[0], s * size + rank] = [p for chunk in of_stage for p in chunk.placed]
-    for chain in (chain for chain, experts in enumerate(of_experts) if experts):
-        own = [p for p in trained if p.expert >= 0]
-        fits = _fit_experts(checkpoint, model, own, buffers, chain, order, chunks)
+    of_experts = sorted((p for p in trained if p.expert >= 0), key=order.key)
+    for chain in (chain for chain, experts in enumerate(given.of_experts) if experts):
+        fits = _fit_experts(given, of_experts, chain, chunks)
         if fits is None:
             return None
         positions.update(fits)
@@ -204,24 +203,22 @@ def _fit_virtual(parts: Parts, stages: Sequence[Sequence[Buffer]]) -> list[list[
 
 
 def _fit_experts(
-    checkpoint: Checkpoint,
-    model: Model,
-    experts: Sequence[Parameter],
-    buffers: Mapping[tuple[int, int], list[Buffer]],
-    chain: int,
-    order: Order,
-    stages: Sequence[Sequence[Chunk]],
+    given: _Given, experts: Sequence[Parameter], chain: int, stages: Sequence[Sequence[Chunk]]
 ) -> Positions | None:
-    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
-    groups = sorted(group for own, group in buffers if own == chain)
-    experts = sorted(experts, key=order.key)
+    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank.
+
+    Args:
+        experts: in the order of registration
+    """
+    model = given.model
+    groups = sorted(group for own, group in given.buffers if own == chain)
     number = 1 + max(parameter.expert for parameter in model.parameters)
     tensor = model.expert_tensor_size
     expert_size = len(groups) // (tensor * len(stages))
     if groups != list(range(tensor * len(stages) * expert_size)) or number % max(expert_size, 1):
         raise CheckpointError(
-            f'{checkpoint.directory}: {len(groups)} positions of {number} experts, expected a '
-            f'multiple of {len(stages)} pipeline stages and {tensor} tensor-parallel ranks'
+            f'{given.checkpoint.directory}: {len(groups)} positions of {number} experts, expected '
+            f'a multiple of {len(stages)} pipeline stages and {tensor} tensor-parallel ranks'
         )
     local = number // expert_size
     of_rank: dict[tuple[str, int, int], list[tuple[int, Parameter]]] = defaultdict(list)
@@ -231,7 +228,7 @@ def _fit_experts(
     positions: Positions = {}
     for group in groups:
         expert_rank, stage = group // tensor % expert_size, group // (tensor * expert_size)
-        left, placed = list(buffers[chain, group]), []
+        left, placed = list(given.buffers[chain, group]), []
         for chunk in stages[stage]:
             found = [
                 pair for layer in chunk.layers for pair in of_rank.get((*layer, expert_rank), ())
@@ -251,66 +248,51 @@ def _fit_experts(
     return positions
 
 
-def _plan(
-    checkpoint: Checkpoint,
-    model: Model,
-    settings: list[dict[str, Any]],
-    of_experts: Sequence[bool],
-    buffers: Mapping[tuple[int, int], list[Buffer]],
-    positions: Positions,
-) -> OptimizerPlan:
-    stored = next(iter(buffers.values()))[0].buckets[0].tensors
-    states = [PARAM, *sorted(set(stored) - {PARAM})]
-    found: dict[Part, list[dict[str, tuple[Piece, ...]]]] = defaultdict(list)
+def _plan(given: _Given, settings: list[dict[str, Any]], positions: Positions) -> OptimizerPlan:
+    checkpoint = given.checkpoint
+    in_a_bucket = next(iter(given.buffers.values()))[0].buckets[0].tensors
+    states = [PARAM, *sorted(set(in_a_bucket) - {PARAM})]
+    stored: Stored = defaultdict(list)
     report: list[Position] = []
     padding = 0
     for position, placed in positions.items():
-        chain, group = position
-        own = [bucket for buffer in buffers[position] for bucket in buffer.buckets]
+        own = [bucket for buffer in given.buffers[position] for bucket in buffer.buckets]
         elements = sum(p.parameter.numel for p in placed)
         if own:
             name = own[0].name.partition('.gbuf_idx_')[0]
             report.append(Position(name, len(placed), elements, len(own)))
         padding += sum(bucket.numel for bucket in own) - elements
-        size = model.expert_tensor_size if of_experts[chain] else model.tensor_size
         for p in placed:
-            _take_pieces(checkpoint, found, p, group % size, states)
+            _take_pieces(given, stored, position, p, states)
     return OptimizerPlan(
-        tensors=_tensors(checkpoint, found, states),
-        chunks=list(_chunks(checkpoint, found, states)),
+        tensors=_tensors(checkpoint, stored, states),
+        chunks=list(_chunks(checkpoint, stored, states)),
         settings=settings,
         positions=report,
         padding=padding,
-        without_state=sorted(checkpoint.weights.keys() - {key for key, _ in found}),
+        without_state=sorted(checkpoint.weights.keys() - {key for key, _ in stored}),
     )
 
 
-def _chunks(
-    checkpoint: Checkpoint,
-    found: Mapping[Part, list[dict[str, tuple[Piece, ...]]]],
-    states: Sequence[str],
-) -> Iterator[OutputChunk]:
+def _chunks(checkpoint: Checkpoint, stored: Stored, states: Sequence[str]) -> Iterator[OutputChunk]:
     """The output's chunks; the first position's parameter is written, the others are copies."""
-    for (weight, box), stored in found.items():
-        copies = {state: [copy[state] for copy in stored[1:]] for state in states}
-        yield from output_chunks(checkpoint, weight, box, stored[0], copies)
+    for (weight, box), (first, *others) in stored.items():
+        copies = {state: [copy[state] for copy in others] for state in states}
+        yield from output_chunks(checkpoint, weight, box, first, copies)
 
 
 def _take_pieces(
-    checkpoint: Checkpoint,
-    found: dict[Part, list[dict[str, tuple[Piece, ...]]]],
+    given: _Given,
+    stored: Stored,
+    position: tuple[int, int],
     placed: Placed,
-    rank: int,
     states: Sequence[str],
 ) -> None:
-    at = placed.place.start
-    for part in placed.parameter.parts(rank):
+    at, bucket = placed.place.start, placed.place.bucket
+    for part in placed.parameter.parts(given.tensor_rank(position)):
         count = part[1].numel
-        found[part].append(
-            {
-                state: tuple(placed.place.bucket.pieces(checkpoint, state, at, count))
-                for state in states
-            }
+        stored[part].append(
+            {state: tuple(bucket.pieces(given.checkpoint, state, at, count)) for state in states}
         )
         at += count
 

@@ -8,6 +8,7 @@ weight whose first elements begin no piece of any bucket is frozen. Those that o
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import closing
 
 import torch
 
@@ -15,7 +16,7 @@ from ..common.errors import CheckpointError
 from .assemble import Assembler
 from .buckets import ALIGNMENT, Bucket
 from .checkpoint import Checkpoint
-from .parameters import Model, Parameter
+from .parameters import Model, Parameter, Part
 from .plan import PARAM, stored_chunk
 
 _HEAD = 256  # elements that are compared
@@ -33,17 +34,15 @@ def possibly_frozen(
     Raises:
         CheckpointError: a part of a stack has state, which ``fully_reshardable`` can't express
     """
-    heads, assembler = _Heads(checkpoint, buckets), Assembler()
     keys_of: dict[Head, set[str]] = defaultdict(set)
     layers: dict[str, dict[bool, set[int]]] = defaultdict(lambda: {True: set(), False: set()})
-    try:
+    with closing(Assembler()) as assembler:
+        heads = _Heads(checkpoint, buckets, assembler)
         for parameter in model.parameters:
             for parts in parameter.ranks:
-                head = heads.of_weight(parameter, parts[0], assembler)
+                head = heads.of_weight(parameter, parts[0])
                 keys_of[head].add(parameter.key)
-                layers[parameter.key][heads.in_a_bucket(head, assembler)].add(parameter.layer)
-    finally:
-        assembler.close()
+                layers[parameter.key][heads.in_a_bucket(head)].add(parameter.layer)
     for key, by_state in layers.items():
         if by_state[True] and by_state[False]:
             raise CheckpointError(
@@ -61,27 +60,28 @@ def possibly_frozen(
 class _Heads:
     """First elements of all that may be a parameter in a bucket."""
 
-    def __init__(self, checkpoint: Checkpoint, buckets: list[Bucket]) -> None:
+    def __init__(self, checkpoint: Checkpoint, buckets: list[Bucket], assembler: Assembler) -> None:
         self._checkpoint = checkpoint
+        self._assembler = assembler
         self._buckets = [(bucket, set(bucket.edges)) for bucket in buckets]
         self._of_size: dict[int, list[tuple[Bucket, int]]] = {}
         self._read: dict[tuple[int, int, int], torch.Tensor] = {}
         self._found: dict[tuple[torch.dtype, int, int], set[bytes]] = {}
 
-    def of_weight(self, parameter: Parameter, part: tuple, assembler: Assembler) -> Head:
+    def of_weight(self, parameter: Parameter, part: Part) -> Head:
         key, box = part
         count = min(box.numel, _HEAD)
         stored = stored_chunk(self._checkpoint, self._checkpoint.weights[key], box)
-        values = assembler.read(stored, key, 0, count)
+        values = self._assembler.read(stored, key, 0, count)
         return parameter.dtype, parameter.numel, count, _bits(values)
 
-    def in_a_bucket(self, head: Head, assembler: Assembler) -> bool:
+    def in_a_bucket(self, head: Head) -> bool:
         """Whether a piece of a bucket of that size begins so."""
         dtype, numel, count, bits = head
         kind = dtype, numel, count
         if kind not in self._found:
             self._found[kind] = {
-                _bits(self._first(bucket, start, count, assembler).to(dtype))
+                _bits(self._first(bucket, start, count).to(dtype))
                 for bucket, start in self._pieces(numel)
             }
         return bits in self._found[kind]
@@ -96,15 +96,12 @@ class _Heads:
             ]
         return self._of_size[numel]
 
-    def _first(self, bucket: Bucket, start: int, count: int, assembler: Assembler) -> torch.Tensor:
+    def _first(self, bucket: Bucket, start: int, count: int) -> torch.Tensor:
         place = id(bucket), start, count
         if place not in self._read:
-            self._read[place] = torch.cat(
-                [
-                    assembler.read(piece.stored, piece.key, piece.start, piece.count)
-                    for piece in bucket.pieces(self._checkpoint, PARAM, start, count)
-                ]
-            )
+            pieces = bucket.pieces(self._checkpoint, PARAM, start, count)
+            read = self._assembler.read
+            self._read[place] = torch.cat([read(p.stored, p.key, p.start, p.count) for p in pieces])
         return self._read[place]
 
 

@@ -150,4 +150,4 @@ def _value(checkpoint: FsdpCheckpoint, entry: TensorEntry | Slice, key: str) -> 
 
 
 def _loaded(stored: StoredChunk, key: str) -> torch.Tensor:
-    return load_chunk(stored.path, stored.piece, key, stored.dtype, stored.box.sizes)
+    return load_chunk(stored, key)

@@ -7,8 +7,9 @@ An example: saved by two data-parallel ranks, ``optimizer.state.exp_avg.output_l
 one chunk of two pieces: the parameter crosses the end of the first rank's share of its bucket.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from ..merge.plan import (
     MergePlan,
     OutputTensor,
     RankShare,
-    StoredChunk,
     balanced,
 )
-from ..merge.source import TensorEntry
+from ..merge.source import Slice, StoredChunk, stored_chunk
 from .checkpoint import Checkpoint
 from .common_state import converted_common_state
 
@@ -74,6 +74,12 @@ class OutputChunk(ChunkJob):
     proof: tuple[Piece, ...] = ()
     copies: tuple[tuple[Piece, ...], ...] = ()
     fill: float | None = None
+
+    @property
+    def places(self) -> Iterator[tuple[Path, Slice]]:
+        """Where what it takes is read."""
+        for group in (self.pieces, *self.copies, self.proof):
+            yield from ((piece.stored.path, piece.stored.piece) for piece in group)
 
     @property
     def source_bytes(self) -> int:
@@ -125,25 +131,6 @@ class OptimizerPlan:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class ConversionPlan(MergePlan):
-    """All of the output: converted state in ``tensors``, what is copied in ``byte_entries``.
-
-    Attributes:
-        optimizer: what the format's module found out
-        common_state: of the output; None where objects of their own keep it
-    """
-
-    optimizer: OptimizerPlan = field(default_factory=lambda: OptimizerPlan({}, [], []))
-    common_state: dict[str, Any] | None = None
-
-
-def stored_chunk(checkpoint: Checkpoint, entry: TensorEntry, box: Box) -> StoredChunk:
-    """A chunk of a stored tensor as a plan refers to it."""
-    piece = entry.chunks[box]
-    return StoredChunk(checkpoint.file(piece.file), piece, box, entry.dtype)
-
-
 def output_chunks(
     checkpoint: Checkpoint,
     weight: str,
@@ -174,10 +161,13 @@ def output_chunks(
     ]
 
 
-def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int) -> ConversionPlan:
-    """The plan of the whole output, shared out over ranks by size, largest first."""
-    plan = ConversionPlan(optimizer=optimizer, byte_entries=[*optimizer.made])
-    plan.tensors = optimizer.tensors
+def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int) -> MergePlan:
+    """The plan of the whole output, shared out over ranks by size, largest first.
+
+    Converted state is in its ``tensors``, what is copied in its ``byte_entries``. There is no
+    common state where objects of their own keep it.
+    """
+    plan = MergePlan(tensors=optimizer.tensors, byte_entries=[*optimizer.made])
     if optimizer.format == DISTRIBUTED:
         plan.config = checkpoint.config
         plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
@@ -185,7 +175,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         }
         for key, entry in checkpoint.copied.items():
-            plan.copy(key, entry, checkpoint.file)
+            plan.copy(key, entry, checkpoint)
     jobs = [*optimizer.chunks, *plan.byte_entries]
     sizes = [job.source_bytes for job in optimizer.chunks]
     sizes += [job.length for job in plan.byte_entries]

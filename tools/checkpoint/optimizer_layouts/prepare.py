@@ -1,7 +1,6 @@
 """Everything before the first byte is written: find, read metadata, plan; on rank 0 only."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
@@ -10,8 +9,7 @@ from ..common.directory import (
     DISTRIBUTED,
     FSDP,
     FoundCheckpoint,
-    find_checkpoint,
-    resolve_checkpoint,
+    find_checkpoint_of,
 )
 from ..common.errors import CheckpointError
 from ..common.paths import (
@@ -21,62 +19,39 @@ from ..common.paths import (
     parse_iteration_dirname,
     refuse_url,
 )
+from ..merge.collective import Prepared
 from ..merge.common_state import refuse_unstorable
-from ..merge.prepare import (
-    output_target,
-    output_trackers,
-    refuse_inside,
-    refuse_target,
-    refuse_threads,
-    space_warnings,
-)
+from ..merge.output import output_target, refuse_inside, refuse_target, space_warnings
+from ..merge.plan import MergePlan
 from ..merge.report import refuse_report
+from ..merge.request import Request
 from .checkpoint import Checkpoint, read_checkpoint
 from .common_state import TARGET
 from .formats import plan_optimizer
 from .fsdp_checkpoint import read_fsdp_checkpoint
-from .plan import ConversionPlan, make_plan
+from .plan import OptimizerPlan, make_plan
 from .report import ConversionResult
 from .to_fsdp import plan_fsdp
 
 
 @dataclass
-class ConversionRequest:
+class ConversionRequest(Request):
     """What to convert; see the command line for the meaning of each.
 
     Attributes:
         load_dir: checkpoint directory, or a root with a tracker
         save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
         iteration: of the root; None for the one that the tracker names
-        threads: writer threads of each rank; None as in a merge
         to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
-        report: file that the caller writes when all is done; checked before anything is written
-        on_plan: shown the plan on rank 0 before anything is written
     """
 
     load_dir: Path
     save_dir: Path
     iteration: int | None = None
-    dry_run: bool = False
-    verify: bool = False
-    trust_checkpoints: bool = False
-    threads: int | None = None
     to: str = DISTRIBUTED
-    report: Path | None = None
-    on_plan: Callable[[ConversionResult], object] = field(default=lambda result: None)
 
 
-@dataclass
-class PreparedConversion:
-    """What rank 0 found out; no plan where there is nothing to do."""
-
-    checkpoint: Checkpoint
-    trackers: dict[Path, str]
-    plan: ConversionPlan | None
-    result: ConversionResult
-
-
-def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
+def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionResult]:
     """Read the checkpoint and plan the conversion.
 
     Raises:
@@ -86,53 +61,42 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     directory = found.directory
     read = read_fsdp_checkpoint if found.format == FSDP else read_checkpoint
     checkpoint = read(directory, trust=request.trust_checkpoints)
-    iteration = _iteration(checkpoint)
-    refuse_url(request.save_dir)
-    target = output_target(request.save_dir.absolute(), iteration)
+    target, trackers = output_target(request.save_dir, _iteration(checkpoint))
     read_from = {directory: f'the input {directory}'}
     if request.report is not None:
         refuse_report(request.report, target, read_from, ConversionResult)
     result = ConversionResult(
-        directory,
-        target,
-        checkpoint.format,
-        FSDP if request.to == FSDP else TARGET,
+        input_dir=directory,
+        output_dir=target,
+        format=checkpoint.format,
+        target=FSDP if request.to == FSDP else TARGET,
         world_size=world_size,
         dry_run=request.dry_run,
     )
     if checkpoint.format == result.target:
         result.already = True
-        return PreparedConversion(checkpoint, {}, None, result)
-    trackers = output_trackers(target, iteration)
+        return Prepared(None, result, {}, [directory])
     refuse_target(target, trackers, request.dry_run, 'the iteration', 'give another --save-dir')
     refuse_inside(target, read_from)
-    refuse_threads(request.threads)
     refuse_unstorable(checkpoint.common)
     planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
     plan = make_plan(checkpoint, planned, world_size)
-    _fill_result(result, plan)
-    return PreparedConversion(checkpoint, trackers, plan, result)
+    _fill_result(result, planned, plan)
+    return Prepared(plan, result, trackers, [directory])
 
 
 def _input(request: ConversionRequest) -> FoundCheckpoint:
-    refuse_url(request.load_dir)
-    if request.iteration is None:
-        return _found(request.load_dir)
-    if any((request.load_dir / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
-        if parse_iteration_dirname(request.load_dir.name) != request.iteration:
+    path, iteration = request.load_dir, request.iteration
+    refuse_url(path)
+    if iteration is not None:
+        if not any((path / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):
+            path = iteration_dir(path, iteration)
+        elif parse_iteration_dirname(path.name) != iteration:
             raise CheckpointError(
-                f'{request.load_dir}: the directory of one checkpoint, and not of iteration '
-                f'{request.iteration}; leave out --iteration, or give the root'
+                f'{path}: the directory of one checkpoint, and not of iteration {iteration}; '
+                'leave out --iteration, or give the root'
             )
-        return _found(request.load_dir)
-    return _found(iteration_dir(request.load_dir, request.iteration))
-
-
-def _found(path: Path) -> FoundCheckpoint:
-    found = find_checkpoint(path)
-    if found.format != FSDP:
-        resolve_checkpoint(path)  # refuses others than torch_dist
-    return found
+    return find_checkpoint_of(path, DISTRIBUTED, FSDP)
 
 
 def _iteration(checkpoint: Checkpoint) -> int:
@@ -149,8 +113,7 @@ def _iteration(checkpoint: Checkpoint) -> int:
     return named if named is not None else int(stored or 0)
 
 
-def _fill_result(result: ConversionResult, plan: ConversionPlan) -> None:
-    optimizer = plan.optimizer
+def _fill_result(result: ConversionResult, optimizer: OptimizerPlan, plan: MergePlan) -> None:
     main = [
         job
         for job in optimizer.chunks

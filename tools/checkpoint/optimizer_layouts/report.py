@@ -3,21 +3,20 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..common.progress import format_bytes, format_rate, format_seconds
-from ..merge.report import Timings
+from ..common.progress import format_bytes
+from ..merge.report import Result, figure_lines
 from .common_state import TARGET
 from .plan import Position
 
 _MOST_POSITIONS = 16
 
 
-@dataclass
-class ConversionResult:
-    """What a conversion did; the same on every rank.
+@dataclass(kw_only=True)
+class ConversionResult(Result):
+    """What a conversion did.
 
     Attributes:
         input_dir: the checkpoint that was read
-        output_dir: the published one (or, in a dry run, the one to be)
         format: of the optimizer's state in the input
         target: the same of the output
         tensors: number of the output's optimizer tensors
@@ -29,17 +28,11 @@ class ConversionResult:
         positions: by model-parallel position what is stored
         without_state: weights without optimizer state
         copied_bytes: of weights and other state, taken over as they are stored
-        content_bytes: of the output
-        bytes_read: of stored elements, and of what is copied
-        world_size: number of ranks
-        rank_bytes: bytes that each rank reads
-        peak_memory, conversion_memory: of each rank in bytes, as a merge reports them
-        warnings: what the user should know
+        conversion_memory: of each rank in bytes, as a merge reports it
         already: the input has the target's format; nothing was done
     """
 
     input_dir: Path
-    output_dir: Path
     format: str
     target: str = TARGET
     tensors: int = 0
@@ -51,20 +44,17 @@ class ConversionResult:
     positions: list[Position] = field(default_factory=list)
     without_state: list[str] = field(default_factory=list)
     copied_bytes: int = 0
-    content_bytes: int = 0
-    bytes_read: int = 0
-    world_size: int = 1
-    rank_bytes: list[int] = field(default_factory=list)
-    peak_memory: list[int] = field(default_factory=list)
     conversion_memory: list[int] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    timings: Timings = field(default_factory=Timings)
     already: bool = False
-    dry_run: bool = False
 
 
 def plan_text(result: ConversionResult) -> str:
     """The plan: what is stored at which position, and what is written where."""
+    if result.already:
+        return (
+            f'{result.input_dir}: the optimizer state is {result.target} already, which loads into '
+            'any layout; nothing was written'
+        )
     lines = [f'input: {result.input_dir}, optimizer state {result.format}']
     lines += [
         f'  {position.name}: {position.parameters} parameters, {position.elements} elements'
@@ -94,23 +84,16 @@ def _in_buckets(number: int) -> str:
 
 
 def report_text(result: ConversionResult) -> str:
-    """What was done, in how much time and memory."""
-    times = result.timings
+    """What was done, in how much time and memory; empty where the plan says that nothing is."""
+    if result.already:
+        return ''
     lines = [
         f'converted {result.format} into {result.target}: {result.output_dir}',
         f'{result.elements} elements of main parameters written, each once'
         + (f', {result.proven} proven by their weights' if result.proven else ''),
-        f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
-        f'read {times.load:.2f}, proof {times.accumulate:.2f}, save {times.save:.2f}, '
-        f'verify {times.verify:.2f}, publish {times.publish:.2f})',
-        f'read {format_bytes(result.bytes_read)} of content at '
-        f'{format_rate(result.bytes_read, times.total)}, '
-        f'wrote {format_bytes(result.content_bytes)}',
-        'peak host memory by rank: '
-        + ', '.join(format_bytes(size) for size in result.peak_memory[:16])
-        + '; above what was loaded before (Python, torch): '
-        + ', '.join(format_bytes(size) for size in result.conversion_memory[:16]),
     ]
+    wrote, memory = format_bytes(result.content_bytes), result.conversion_memory
+    lines += figure_lines(result, memory, wrote, 'read', 'proof', 'the conversion')
     if result.different_copies:
         number = sum(result.different_copies.values())
         lines.append(
@@ -119,11 +102,3 @@ def report_text(result: ConversionResult) -> str:
             "first rank's are written, as megatron-core does"
         )
     return '\n'.join(lines)
-
-
-def already_text(result: ConversionResult) -> str:
-    """Why there is nothing to do."""
-    return (
-        f'{result.input_dir}: the optimizer state is {result.target} already, which loads into '
-        'any layout; nothing was written'
-    )

@@ -17,8 +17,9 @@ from tests.unit_tests.tools.checkpoint.handmade import (
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge import archive, payload, writer
 from tools.checkpoint.merge.archive import Template, save_template, saved
+from tools.checkpoint.merge.geometry import Box
 from tools.checkpoint.merge.payload import SmallArchives
-from tools.checkpoint.merge.source import Slice
+from tools.checkpoint.merge.source import Slice, StoredChunk
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 DTYPES = [
@@ -94,11 +95,11 @@ def test_an_archive_that_differs_is_looked_at_anew(tmp_path, kind):
 
     def read(content):
         path.write_bytes(content)
-        piece = Slice('file', 0, len(content))
-        arguments = bytearray(content), 0, path, piece, 'key', torch.float32, (4, 4)
-        start = small.locate(*arguments)
+        box = Box((0, 0), (4, 4))
+        stored = StoredChunk(path, Slice('file', 0, len(content)), box, torch.float32)
+        start = small.locate(bytearray(content), 0, stored, 'key')
         if start is None:
-            return payload.load_chunk(path, piece, 'key', torch.float32, (4, 4))
+            return payload.load_chunk(stored, 'key')
         return torch.frombuffer(content, dtype=torch.float32, count=16, offset=start).view(4, 4)
 
     assert torch.equal(read(before), expected)

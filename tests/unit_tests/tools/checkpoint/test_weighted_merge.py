@@ -1,4 +1,4 @@
-"""Weighted merge: schedules, exactness, checks of values, library use."""
+"""Weighted merge: exactness, checks of values, library use."""
 
 import math
 
@@ -19,10 +19,7 @@ from tests.unit_tests.tools.checkpoint.handmade import (
     write_run,
 )
 from tools.checkpoint.common.errors import CheckpointError
-from tools.checkpoint.merge.inputs import explicit_inputs
-from tools.checkpoint.merge.prepare import Request
-from tools.checkpoint.merge.run import run_merge
-from tools.checkpoint.weighted_merge import checkpoint_coefficients
+from tools.checkpoint.merge import accumulate
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 ROUTER = 'decoder.layers.mlp.router.expert_bias'
@@ -33,80 +30,19 @@ def out(tmp_path):
     return tmp_path / 'out'
 
 
-# --- weights
-
-
-@pytest.mark.parametrize(
-    'style, expected',
-    [
-        ('linear', [1 / 3, 1 / 3, 1 / 3]),
-        ('minus-sqrt', [0.577350, 0.239146, 0.183503]),
-        ('minus-sqrt__reverse', [0.183503, 0.239146, 0.577350]),
-        ('cosine', [0.25, 0.5, 0.25]),
-        ('inverse-sqrt', [2 - math.sqrt(2), math.sqrt(2) - 2 / math.sqrt(3), 2 / math.sqrt(3) - 1]),
-    ],
-)
-def test_schedules_of_three(style, expected):
-    weights = checkpoint_coefficients([300, 100, 200], style)
-    assert list(weights) == [100, 200, 300]
-    assert list(weights.values()) == pytest.approx(expected, abs=5e-7)
-
-
-def test_schedule_of_five_and_of_one():
-    weights = checkpoint_coefficients(range(5), 'minus-sqrt')
-    assert [round(w, 6) for w in weights.values()] == [
-        0.447214,
-        0.185242,
-        0.142141,
-        0.119831,
-        0.105573,
-    ]
-    for style in ('linear', 'minus-sqrt', 'cosine', 'inverse-sqrt'):
-        assert checkpoint_coefficients([7], style) == {7: 1.0}
-        for n in range(1, 40):
-            assert sum(checkpoint_coefficients(range(n), style).values()) == pytest.approx(1)
-    assert set(checkpoint_coefficients(range(7), 'linear').values()) == {1 / 7}
-
-
-def test_scramble_is_a_permutation_fixed_by_its_seed():
-    plain = checkpoint_coefficients(range(20), 'minus-sqrt')
-    one = checkpoint_coefficients(range(20), 'minus-sqrt__scramble')
-    assert one == checkpoint_coefficients(range(20), 'minus-sqrt__scramble', seed=0)
-    assert one != checkpoint_coefficients(range(20), 'minus-sqrt__scramble', seed=1)
-    assert list(one.values()) != list(plain.values())
-    assert sorted(one.values()) == sorted(plain.values())
-
-
-@pytest.mark.parametrize(
-    'iterations, style',
-    [
-        ([1, 1], 'linear'),
-        ([], 'linear'),
-        ([1], 'sqrt'),
-        ([1], 'linear__twice'),
-        ([1], 'linear__'),
-        ([1], 'linear__reverse__scramble'),
-    ],
-)
-def test_impossible_schedules(iterations, style):
-    with pytest.raises(ValueError):
-        checkpoint_coefficients(iterations, style)
-
-
 # --- exactness
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize('weights', [[0.5, 0.3, 0.2], [-0.7, 2.1, 1 / 3], [1e-8, 0.0, 1.0]])
-def test_bit_identical_to_the_plain_loop(tmp_path, dtype, weights):
+def test_bit_identical_to_the_plain_loop(tmp_path, monkeypatch, dtype, weights):
     paths, models = write_run(tmp_path, [1, 2, 3], dtype)
     for block in (1, 7, 64, 1000, 1 << 17):
         if block == 1 and dtype != torch.bfloat16:
             continue
         out = tmp_path / f'out-{block}'
-        run_merge(
-            Request(lambda: explicit_inputs(paths, weights), out, block_elements=block, threads=2)
-        )
+        monkeypatch.setattr(accumulate, 'BLOCK_ELEMENTS', block)
+        merge(paths, weights, out, threads=2)
         assert_same(load_tensors(out), plain_merge(models, weights))
 
 
@@ -116,7 +52,7 @@ def test_the_default_dtype_takes_no_part(tmp_path, out):
     expected = plain_merge(models, weights)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        run_merge(Request(lambda: explicit_inputs(paths, weights), out, verify=True))
+        merge(paths, weights, out, verify=True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(load_tensors(out), expected)
@@ -402,8 +338,6 @@ def test_many_times_in_one_process(five, tmp_path):
 
 
 def test_verify_detects_a_wrong_output(five, out, monkeypatch):
-    from tools.checkpoint.merge import accumulate
-
     def wrong(self, job, readers, start, target, right=accumulate.ChunkMerger._merge_block):
         right(self, job, readers, start, target)
         if job.key == ROUTER:

@@ -1,7 +1,6 @@
-"""Weighted merge: damaged files, odd names, missing rights: one line, or the right result."""
+"""Weighted merge: files cut anywhere, odd names, missing rights: one line, or the right result."""
 
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,8 +18,6 @@ from tests.unit_tests.tools.checkpoint.handmade import (
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.weighted_merge import main
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
-
-DAMAGES = int(os.environ.get('CHECKPOINT_DAMAGES', '60'))  # of each kind
 
 
 def attempt(directory, out):
@@ -49,25 +46,6 @@ def test_files_cut_anywhere(five, tmp_path, form):
     assert not attempt(source, tmp_path / 'out')
 
 
-@pytest.mark.parametrize('file', ['.metadata', 'metadata.json', 'common.pt', '__0_0.distcp'])
-def test_any_byte_changed(five, tmp_path, file, capfd):
-    """Refused, or merged where the byte doesn't matter or is one of a tensor's."""
-    dice = random.Random(file)
-    source = copied(five[1][0], tmp_path / 'source')
-    set_common_form(source, {'iteration': 100, 'nested': {'a': [1.5, 'b']}}, 'legacy')
-    data = (source / file).read_bytes()
-    refused = 0
-    for _ in range(DAMAGES):
-        damaged = bytearray(data)
-        for _ in range(dice.choice([1, 1, 3])):
-            damaged[dice.randrange(len(data))] = dice.randrange(256)
-        (source / file).write_bytes(damaged)
-        refused += attempt(source, tmp_path / 'out')
-    assert refused > DAMAGES // 10 or file == '__0_0.distcp'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['source']
-    assert 'Traceback' not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize(
     'name', ['a b', 'ünï', '-dash', 'new\nline', 'a:1', 'x' * 200, 'link', 'trailing/', 'release']
 )
@@ -82,18 +60,6 @@ def test_odd_directory_names(five, tmp_path, name):
         source = str(tmp_path)
     assert main(['--merge-inputs', f'{source}:1', f'--merge-output={out}']) == 0
     assert_same(load_tensors(Path(out)), five[2][0])
-
-
-@pytest.mark.parametrize('length', [256, 300])
-def test_names_that_are_too_long(five, tmp_path, length, capsys):
-    name = str(tmp_path / ('x' * length))
-    for arguments in (
-        ['--merge-inputs', f'{five[1][0]}:1', '--merge-output', name],
-        ['--merge-inputs', f'{name}:1', '--merge-output', str(tmp_path / 'out')],
-    ):
-        assert main(arguments) == 1
-        assert capsys.readouterr().err.count('\n') == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not ALONE, reason='a fork of this process hangs with torch 2.6')

@@ -58,7 +58,7 @@ def test_metadata_equals_what_dcp_reads(checkpoint):
     ours = load_dcp_metadata(checkpoint)
     theirs = pickle.loads((checkpoint / '.metadata').read_bytes())
     assert ours == theirs and isinstance(ours, Metadata)
-    assert load_dcp_metadata(checkpoint / '.metadata', trust=True) == theirs
+    assert load_dcp_metadata(checkpoint, trust=True) == theirs
 
 
 @pytest.mark.parametrize('protocol', range(pickle.HIGHEST_PROTOCOL + 1))
@@ -255,12 +255,12 @@ def test_code_that_is_not_there_is_no_damage(tmp_path, module, missing):
         for record in saved.namelist():
             own = pickle.PROTO + b'\x02' + name + pickle.STOP
             new.writestr(record, own if record.endswith('.pkl') else saved.read(record))
-    for load, file in ((load_dcp_metadata, '.metadata'), (load_torch, 'b.pt')):
+    for load, path in ((load_dcp_metadata, tmp_path), (load_torch, tmp_path / 'b.pt')):
         with pytest.raises(CheckpointError, match=f'refused class {module}.Absent') as caught:
-            load(tmp_path / file)
+            load(path)
         assert ('not installed here' in str(caught.value)) == (module == 'forklib.parts')
         with pytest.raises(CheckpointError, match=r'needs what is not installed here') as caught:
-            load(tmp_path / file, trust=True)
+            load(path, trust=True)
         assert missing in str(caught.value) and 'damaged' not in str(caught.value)
 
 
