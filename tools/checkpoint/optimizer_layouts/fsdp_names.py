@@ -184,6 +184,12 @@ class Names:
         return f'mlp.experts.local_experts.{expert}.{own}'
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter of that name, halves of it together, is one expert's."""
+    part = parse_key(name).part
+    return any(pattern.fullmatch(part) for pattern in (_ONE_BY_ONE, _GROUPED))
+
+
 def is_fc1(part: str) -> bool:
     """Whether a part of a layer is a ``linear_fc1``'s own weight or bias, which may have halves."""
     return _FC1.fullmatch(part) is not None
@@ -208,12 +214,6 @@ def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
                 f'{where}: args.{name} is {shown(getattr(args, name))}: how {what} is stored in '
                 'one format and the other is not known here'
             )
-    expert_parallel = getattr(args, 'expert_model_parallel_size', 1)
-    if expert_parallel != 1:
-        raise CheckpointError(
-            f'{where}: args.expert_model_parallel_size is {shown(expert_parallel)}: '
-            'groups of expert-parallel parameters are not converted yet'
-        )
     if layout.family != 'gpt':
         raise CheckpointError(
             f'{where}: of a {layout.family} model ({layout.evidence or "by its keys"}), expected a '

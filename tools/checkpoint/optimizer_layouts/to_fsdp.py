@@ -30,6 +30,7 @@ from .common_state import TARGET
 from .fsdp_checkpoint import STATES, STEP
 from .fsdp_names import Names, Place, names_of_model
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
+from .settings import OF_EXPERTS
 
 _COMMON = ('args', 'checkpoint_version', 'iteration', 'num_floating_point_operations_so_far')
 _SCHEDULER = 'opt_param_scheduler'
@@ -270,10 +271,11 @@ def _settings(
 ) -> Iterator[MadeBytes]:
     """Each parameter's group, under its name."""
     contents: dict[tuple[int, str], bytes] = {}
+    written = _together(checkpoint, groups)
     prefix = f'optimizer.param_to_group_meta.{_wrappers(checkpoint)}'
     for name, (place, shape) in parameters.items():
         number = _group_of(checkpoint, groups, name, place, shape)
-        for setting, value in groups[number].items():
+        for setting, value in written[number].items():
             if (number, setting) not in contents:
                 contents[number, setting] = archived(value)
             yield MadeBytes(f'{prefix}{name}.{setting}', contents[number, setting])
@@ -293,6 +295,22 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         ) from error
 
 
+def _together(checkpoint: Checkpoint, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings as Megatron-FSDP has them: experts are in the groups of all others."""
+    found = [{**group, OF_EXPERTS: False} if OF_EXPERTS in group else group for group in groups]
+    first: dict[Any, dict[str, Any]] = {}
+    for group in found:
+        other = first.setdefault(group.get('wd_mult'), group)
+        for setting in group.keys() | other.keys():
+            if repr(group.get(setting)) != repr(other.get(setting)):
+                raise CheckpointError(
+                    f'{checkpoint.directory}: common state: parameter groups with the same weight '
+                    f'decay differ in {setting} ({group.get(setting)!r}, {other.get(setting)!r}), '
+                    'expected the same for experts and others, which Megatron-FSDP has in one group'
+                )
+    return found
+
+
 def _group_of(
     checkpoint: Checkpoint,
     groups: list[dict[str, Any]],
@@ -305,11 +323,11 @@ def _group_of(
     Biases and other one-dimensional parameters have no weight decay, expert parameters groups of
     their own where experts are on ranks of their own.
     """
-    apart = any(group.get('is_expert_parallel') is True for group in groups)
+    apart = any(group.get(OF_EXPERTS) is True for group in groups)
     own = [
         number
         for number, group in enumerate(groups)
-        if (group.get('is_expert_parallel') is True) == (apart and place.expert >= 0)
+        if (group.get(OF_EXPERTS) is True) == (apart and place.expert >= 0)
     ]
     if len(own) > 1:
         normed = any(part in name for part in ('q_layernorm.', 'k_layernorm.'))

@@ -27,6 +27,14 @@ CASES = {
         'fused_adam',
     ),
     'plain, fp32, tied': (1, [], 'torch_adam'),
+    'experts, EP 2': (
+        2,
+        [
+            *('--bf16', '--swiglu', '--num-experts', '4', '--expert-model-parallel-size', '2'),
+            *('--moe-layer-freq', '[0,1]'),
+        ],
+        'fused_adam',
+    ),
 }
 
 
