@@ -1,8 +1,8 @@
 """What ``fsdp_dtensor`` stores of an optimizer besides moments: settings of groups, and steps.
 
-Each parameter has the settings of its group, under its own name; groups are those that agree.
-Experts on ranks of their own are in the groups of all others there: Megatron-FSDP's parameters lack
-the mark (``allreduce``) by which megatron-core gives experts groups, and an optimizer, of their own.
+Each parameter has its group's settings, under its own name; groups are those that agree.
+Experts on ranks of their own are in the groups of all others: Megatron-FSDP's parameters lack the
+mark (``allreduce``) by which megatron-core gives experts groups, and an optimizer, of their own.
 """
 
 import re
@@ -78,12 +78,12 @@ def _groups(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
     finally:
         files.close()
     groups = []
-    for (of_experts, _), settings in distinct.items():
+    for (of_experts, _), places in distinct.items():
         group = {
             name: without_optimizer_classes(
                 read_object(checkpoint.directory, piece, f'{name} of a parameter group')
             )
-            for name, piece in settings.items()
+            for name, piece in places.items()
         }
         groups.append({**group, OF_EXPERTS: True} if of_experts else group)
     return sorted(groups, key=lambda group: -float(group.get('wd_mult', 1.0)))
