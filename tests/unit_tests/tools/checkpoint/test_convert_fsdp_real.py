@@ -35,6 +35,23 @@ CASES = {
         ],
         'fused_adam',
     ),
+    'multi-latent attention': (
+        1,
+        [
+            *('--bf16', '--swiglu', '--multi-latent-attention', '--qk-layernorm'),
+            *('--q-lora-rank', '16', '--kv-lora-rank', '16', '--v-head-dim', '8'),
+            *('--qk-head-dim', '8', '--qk-pos-emb-head-dim', '8'),
+        ],
+        'fused_adam',
+    ),
+    'multi-token prediction, experts': (
+        2,
+        [
+            *('--bf16', '--swiglu', '--mtp-num-layers', '2', '--num-experts', '4'),
+            *('--moe-shared-expert-intermediate-size', '32'),
+        ],
+        'fused_adam',
+    ),
 }
 
 
