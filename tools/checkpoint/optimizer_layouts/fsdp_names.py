@@ -51,6 +51,7 @@ _PARTS = re.compile(
     r'|pre_mlp_layernorm\.(?:weight|bias)'
     rf'|mlp\.linear_fc1\.{_NORM}'
     r'|mlp\.(?:experts\.experts\.|shared_experts\.)?linear_fc[12]\.(?:weight|bias)'
+    r'|self_attention\.core_attention\.softmax_offset'
     r'|mlp\.router\.(?:weight|bias|expert_bias)'
     r'|mlp\.shared_experts\.gate_weight'
 )

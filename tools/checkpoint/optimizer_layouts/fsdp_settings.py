@@ -106,6 +106,11 @@ def _step(checkpoint: FsdpCheckpoint) -> float | None:
     return next(iter(found), None)
 
 
+def scales_loss(args: Any) -> bool:
+    """Whether the run had a loss scale that changes, which Megatron-FSDP doesn't store."""
+    return bool(getattr(args, 'fp16', False)) and not getattr(args, 'loss_scale', None)
+
+
 def random_objects(checkpoint: FsdpCheckpoint) -> list[MadeBytes]:
     """Random state as the objects of ``torch_dist``, one for each pipeline and tensor rank.
 
