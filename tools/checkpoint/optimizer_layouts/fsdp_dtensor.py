@@ -21,7 +21,7 @@ from .archived import archived
 from .checkpoint import Checkpoint
 from .fsdp_checkpoint import STATES, FsdpCheckpoint
 from .fsdp_names import Names, Place, names_of_model
-from .fsdp_settings import random_objects, read_settings
+from .fsdp_settings import random_objects, read_settings, scales_loss
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
 
 
@@ -40,6 +40,8 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
             f'{shown(args.pipeline_model_parallel_size)}: names in fsdp_dtensor count the layers '
             'of a stage, so those of several stages are stored under the same names'
         )
+    if not checkpoint.states:
+        checkpoint.settings = {}  # no step was made, with fp16 all of the first ones are skipped
     places = {name: _place(checkpoint, names, name) for name in checkpoint.weights}
     _check_states(checkpoint, places)
     _check_sizes(checkpoint, places)
@@ -64,8 +66,12 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     plan.positions = [Position('parameters by name', len(with_state), elements, 0)]
     plan.without_state = sorted(checkpoint.weights.keys() - set(with_state))
     if not with_state:
-        plan.notes = [
+        plan.notes += [
             'no optimizer state: weights are written in the dtype that they are stored in'
+        ]
+    elif scales_loss(args):
+        plan.notes += [
+            'Megatron-FSDP does not store the loss scale: the next run begins with its initial one'
         ]
     return plan
 

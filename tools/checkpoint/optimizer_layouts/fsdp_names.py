@@ -7,17 +7,25 @@ Megatron-FSDP stores every parameter under its module's name, one layer and one 
         ->  decoder.layers.mlp.experts.experts.linear_fc1.weight  [2, 4, 128, 32], at [1, 3, 64, 0]
 
 Layers have keys of their own where some of them are MoE and others not, and layer norms have the
-names that they have when Transformer Engine fuses them, whatever the model was built of.
+names that they have when Transformer Engine fuses them, whatever the model was built of. A depth of
+multi-token prediction has its layer under another name:
+
+    mtp.layers.0.mtp_model_layer.self_attention.linear_qkv.weight
+        ->  mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight
 """
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     DECODER,
+    MODEL,
+    MTP,
+    kind_of,
     parse_key,
     stacks_layers,
 )
@@ -38,10 +46,12 @@ _NORM = r'(?:layer_norm_)?(?:weight|bias)'
 _PARTS = re.compile(
     r'input_layernorm\.(?:weight|bias)'
     rf'|self_attention\.linear_qkv\.{_NORM}'
-    r'|self_attention\.(?:linear_proj|q_layernorm|k_layernorm)\.(?:weight|bias)'
+    r'|self_attention\.(?:linear_proj|q_layernorm|k_layernorm|kv_layernorm)\.(?:weight|bias)'
+    rf'|self_attention\.linear_(?:q|q_down|q_up|kv_down|kv_up)_proj\.{_NORM}'
     r'|pre_mlp_layernorm\.(?:weight|bias)'
     rf'|mlp\.linear_fc1\.{_NORM}'
     r'|mlp\.(?:experts\.experts\.|shared_experts\.)?linear_fc[12]\.(?:weight|bias)'
+    r'|self_attention\.core_attention\.softmax_offset'
     r'|mlp\.router\.(?:weight|bias|expert_bias)'
     r'|mlp\.shared_experts\.gate_weight'
 )
@@ -50,6 +60,8 @@ _OUTSIDE = re.compile(
     r'|output_layer\.(?:weight|bias)'
     r'|decoder\.final_layernorm\.(?:weight|bias)'
 )
+_OF_DEPTH = re.compile(r'(?:[eh]norm|final_layernorm)\.(?:weight|bias)|eh_proj\.weight')
+_DEPTHS_LAYER = 'mtp_model_layer.', 'transformer_layer.'
 # By the local layer specs' own names.
 _FUSED_NORMS = {
     'input_layernorm.': 'self_attention.linear_qkv.layer_norm_',
@@ -57,12 +69,14 @@ _FUSED_NORMS = {
 }
 # Transformer Engine's norms have one, and its attention.
 _WITH_EXTRA_STATE = {
-    True: re.compile(r'\.linear_\w+$'),
-    False: re.compile(r'\.(linear_|core_attention$|(final_|input_|pre_mlp_|[qk]_)layernorm$)'),
+    True: re.compile(r'\.(linear_\w+|eh_proj)$'),
+    False: re.compile(
+        r'\.(linear_|core_attention$|eh_proj$|[eh]norm$'
+        r'|(final_|input_|pre_mlp_|[qk]_|kv_)layernorm$)'
+    ),
 }
 _UNKNOWN_MODELS = {
-    'multi_latent_attention': 'multi-latent attention',
-    'mtp_num_layers': 'multi-token prediction',
+    'mla_down_proj_fusion': 'a fused down projection',
     'heterogeneous_layers_config_path': 'heterogeneous layers',
     'linear_attention_freq': 'linear attention',
     'experimental_attention_variant': 'an experimental attention',
@@ -102,6 +116,7 @@ class Names:
         local: built of megatron-core's own layers, not of Transformer Engine's
         grouped: experts in one module
         gated: ``linear_fc1`` is two
+        latent: the attention is multi-latent (MLA)
     """
 
     layers: int
@@ -110,44 +125,57 @@ class Names:
     local: bool
     grouped: bool
     gated: bool
+    latent: bool
 
     def place(self, name: str) -> Place | None:
         """Where the parameter of that name lies; None for one that isn't known."""
         half = next((i for i, end in enumerate(_HALVES) if name.endswith(end)), -1)
         bare = name if half < 0 else name[:-2]
         parsed = parse_key(bare)
-        number, part, expert = parsed.decoder_layer, parsed.part, -1
-        if number is None:
-            return Place(bare) if half < 0 and _OUTSIDE.fullmatch(bare) else None
+        part = parsed.part
+        if parsed.layer is None or (parsed.block == MTP and _OF_DEPTH.fullmatch(part)):
+            outside = parsed.layer is not None or _OUTSIDE.fullmatch(bare)
+            return Place(bare) if half < 0 and outside else None
+        stem, layer = f'{parsed.block}.{parsed.layer}.', -1
+        if parsed.block == MTP:
+            own, stored = _DEPTHS_LAYER
+            if not part.startswith(own):
+                return None
+            stem, part = stem + stored, part.removeprefix(own)
+        elif parsed.block != DECODER:
+            return None
+        elif self.stacked:
+            stem, layer = f'{DECODER}.', parsed.layer
+        expert = -1
         if match := _ONE_BY_ONE.fullmatch(part):
             expert, part = int(match[1]), _EXPERTS + match[2]
         elif match := _GROUPED.fullmatch(part):
             expert, part = int(match[2]), _EXPERTS + match[1]
         if _PARTS.fullmatch(part) is None or (half >= 0) != (self.gated and is_fc1(part)):
             return None
-        for own, fused in _FUSED_NORMS.items() if self.local else ():
+        for own, fused in self._fused_norms:
             if part.startswith(own):
                 part = fused + part.removeprefix(own)
-        if self.stacked:
-            return Place(f'{DECODER}.{part}', number, expert, half)
-        return Place(f'{DECODER}.{number}.{part}', -1, expert, half)
+        return Place(stem + part, layer, expert, half)
 
     def names(self, key: str) -> Iterator[tuple[str, Place]]:
         """Names of the parameters that make up a tensor of ``torch_dist``, with their places."""
         parsed = parse_key(key)
-        if parsed.block != DECODER:
+        part, number, block = parsed.part, parsed.layer, parsed.block
+        own, stored = _DEPTHS_LAYER if block == MTP else ('', '')
+        if block not in (DECODER, MTP) or not part.startswith(stored):
             yield key, Place(key)
             return
-        part, number = parsed.part, parsed.layer
-        for own, fused in _FUSED_NORMS.items() if self.local else ():
+        part = part.removeprefix(stored)
+        for norm, fused in self._fused_norms:
             if part.startswith(fused):
-                part = own + part.removeprefix(fused)
+                part = norm + part.removeprefix(fused)
         experts = range(self.experts) if part.startswith(_EXPERTS) else [-1]
         halves = range(2) if self.gated and is_fc1(part) else [-1]
         for layer in range(self.layers) if number is None else [number]:
             for expert in experts:
                 for half in halves:
-                    name = f'{DECODER}.{layer}.{self._part(part, expert)}'
+                    name = f'{block}.{layer}.{own}{self._part(part, expert)}'
                     name += _HALVES[half] if half >= 0 else ''
                     yield name, Place(key, layer if number is None else -1, expert, half)
 
@@ -175,6 +203,15 @@ class Names:
                 place, shape = ('.'.join(map(str, numbers)) for numbers in (at, axes))
                 yield f'{module}._extra_state/shard_{place}_{shape}'
 
+    @property
+    def _fused_norms(self) -> list[tuple[str, str]]:
+        """Norms' own names, and those that they have when fused; latent attention fuses none."""
+        return [
+            names
+            for names in _FUSED_NORMS.items()
+            if self.local and not (self.latent and 'linear_qkv' in names[1])
+        ]
+
     def _part(self, part: str, expert: int) -> str:
         if expert < 0:
             return part
@@ -182,6 +219,12 @@ class Names:
         if self.grouped:
             return f'mlp.experts.{own}{expert}'
         return f'mlp.experts.local_experts.{expert}.{own}'
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of that name, halves of it together, is one expert's."""
+    part = parse_key(name).part
+    return any(pattern.fullmatch(part) for pattern in (_ONE_BY_ONE, _GROUPED))
 
 
 def is_fc1(part: str) -> bool:
@@ -208,12 +251,6 @@ def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
                 f'{where}: args.{name} is {shown(getattr(args, name))}: how {what} is stored in '
                 'one format and the other is not known here'
             )
-    expert_parallel = getattr(args, 'expert_model_parallel_size', 1)
-    if expert_parallel != 1:
-        raise CheckpointError(
-            f'{where}: args.expert_model_parallel_size is {shown(expert_parallel)}: '
-            'groups of expert-parallel parameters are not converted yet'
-        )
     if layout.family != 'gpt':
         raise CheckpointError(
             f'{where}: of a {layout.family} model ({layout.evidence or "by its keys"}), expected a '
@@ -230,6 +267,21 @@ def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
             f'{where}: {layout.num_layers} layers are stored, args.num_layers is '
             f'{shown(args.num_layers)}'
         )
+    latent = bool(getattr(args, 'multi_latent_attention', False))
+    if layout.latent_attention != latent:
+        raise CheckpointError(
+            f'{where}: args.multi_latent_attention is {latent}, and the keys are those of '
+            f'{"multi-latent" if layout.latent_attention else "other"} attention'
+        )
+    depths = getattr(args, 'mtp_num_layers', None) or 0
+    if getattr(args, 'mtp_use_repeated_layer', False):
+        depths = min(depths, 1)
+    if layout.mtp_depths != depths:
+        raise CheckpointError(
+            f'{where}: {layout.mtp_depths} depths of multi-token prediction are stored, expected '
+            f'{depths} by args.mtp_num_layers'
+        )
+    _refuse_uneven_depths(layout, where)
     frequency = getattr(args, 'moe_layer_freq', 1)
     return Names(
         layers=layout.num_layers,
@@ -238,4 +290,20 @@ def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
         local=built_of == 'local',
         grouped=bool(getattr(args, 'moe_grouped_gemm', False)),
         gated=bool(getattr(args, 'swiglu', False)),
+        latent=latent,
     )
+
+
+def _refuse_uneven_depths(layout: CheckpointLayout, where: object) -> None:
+    """Every depth of multi-token prediction has the weights that the others have."""
+    parts: dict[str, set[int]] = defaultdict(set)
+    for key in layout.sizes:
+        parsed = parse_key(key)
+        if kind_of(key) == MODEL and parsed.block == MTP and parsed.layer is not None:
+            parts[parsed.part].add(parsed.layer)
+    for part, found in parts.items():
+        if missing := set(range(layout.mtp_depths)) - found:
+            raise CheckpointError(
+                f'{where}: no {MTP}.{min(missing)}.{part}, which other depths of multi-token '
+                'prediction have; the checkpoint is damaged, take another'
+            )

@@ -1,6 +1,8 @@
 """What ``fsdp_dtensor`` stores of an optimizer besides moments: settings of groups, and steps.
 
-Each parameter has the settings of its group, under its own name; groups are those that agree.
+Each parameter has its group's settings, under its own name; groups are those that agree.
+Experts on ranks of their own are in the groups of all others: Megatron-FSDP's parameters lack the
+mark (``allreduce``) by which megatron-core gives experts groups, and an optimizer, of their own.
 """
 
 import re
@@ -18,7 +20,9 @@ from ..merge.plan import MadeBytes, StoredChunk
 from ..merge.source import Slice, TensorEntry
 from .archived import archived
 from .fsdp_checkpoint import STEP, FsdpCheckpoint
+from .fsdp_names import is_expert
 from .plan import stored_chunk
+from .settings import OF_EXPERTS
 
 _RANDOM = re.compile(
     r'rng_state\.\((\d+), (\d+)\)\.(\d+)\.'
@@ -34,7 +38,7 @@ _KINDS = {
 def read_settings(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
     """For each optimizer of the chain what the common state keeps of it; none without state.
 
-    Expert-parallel parameters have an optimizer of their own, as with DDP.
+    Experts on ranks of their own have an optimizer of their own, as with DDP.
 
     Raises:
         CheckpointError: parameters disagree on the step
@@ -54,32 +58,34 @@ def read_settings(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
         )
     chain: dict[bool, list[dict[str, Any]]] = defaultdict(list)
     for group in groups:
-        chain[group.get('is_expert_parallel') is True].append(group)
+        chain[group.get(OF_EXPERTS) is True].append(group)
     return [{'optimizer': {'param_groups': chain[of_experts]}} for of_experts in sorted(chain)]
 
 
 def _groups(checkpoint: FsdpCheckpoint) -> list[dict[str, Any]]:
     """Settings that differ, the ones with weight decay first, as megatron-core has them."""
-    distinct: dict[tuple[tuple[str, bytes], ...], Mapping[str, Slice]] = {}
+    apart = getattr(checkpoint.args, 'expert_model_parallel_size', 1) != 1
+    distinct: dict[tuple[bool, tuple[tuple[str, bytes], ...]], Mapping[str, Slice]] = {}
     files = OpenFiles(64)
     try:
-        for settings in checkpoint.settings.values():
+        for parameter, settings in checkpoint.settings.items():
             content = {
                 name: read_bytes(checkpoint.directory / piece.file, piece, files)
                 for name, piece in settings.items()
             }
-            distinct.setdefault(tuple(sorted(content.items())), settings)
+            of_experts = apart and is_expert(parameter)
+            distinct.setdefault((of_experts, tuple(sorted(content.items()))), settings)
     finally:
         files.close()
-    groups = [
-        {
+    groups = []
+    for (of_experts, _), places in distinct.items():
+        group = {
             name: without_optimizer_classes(
                 read_object(checkpoint.directory, piece, f'{name} of a parameter group')
             )
-            for name, piece in settings.items()
+            for name, piece in places.items()
         }
-        for settings in distinct.values()
-    ]
+        groups.append({**group, OF_EXPERTS: True} if of_experts else group)
     return sorted(groups, key=lambda group: -float(group.get('wd_mult', 1.0)))
 
 
@@ -98,6 +104,11 @@ def _step(checkpoint: FsdpCheckpoint) -> float | None:
             'expected one; fully_reshardable keeps one for each group'
         )
     return next(iter(found), None)
+
+
+def scales_loss(args: Any) -> bool:
+    """Whether the run had a loss scale that changes, which Megatron-FSDP doesn't store."""
+    return bool(getattr(args, 'fp16', False)) and not getattr(args, 'loss_scale', None)
 
 
 def random_objects(checkpoint: FsdpCheckpoint) -> list[MadeBytes]:

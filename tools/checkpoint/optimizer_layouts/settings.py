@@ -12,6 +12,8 @@ from ..common.stored import read_object
 from ..merge.common_state import without_optimizer_classes
 from .checkpoint import Checkpoint
 
+# Marks a group of parameters: of experts on ranks of their own.
+OF_EXPERTS = 'is_expert_parallel'
 _OF_BUCKETS = ('per_bucket_numel', 'per_bucket_numel_unpadded', 'param_state')
 
 
@@ -69,7 +71,7 @@ def _groups(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> list[dict[st
 def is_of_experts(settings: Mapping[str, Any]) -> bool:
     """Whether an optimizer of the chain has the expert-parallel parameters."""
     groups = settings['optimizer']['param_groups']
-    return bool(groups) and all(group.get('is_expert_parallel') is True for group in groups)
+    return bool(groups) and all(group.get(OF_EXPERTS) is True for group in groups)
 
 
 def _number(value: Any) -> float | None:

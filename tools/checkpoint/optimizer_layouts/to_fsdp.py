@@ -2,8 +2,7 @@
 
 What ``fsdp_dtensor`` reads, backwards: each tensor is cut into its layers, experts and halves. The
 parameter that Megatron-FSDP stores is the main parameter; cast, it has to be the weight, bit for
-bit, over the whole model. Nothing but names tells which group a parameter belongs to: that is
-megatron-core's own rule, where groups differ in weight decay only.
+bit, over the whole model.
 """
 
 import itertools
@@ -20,7 +19,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
 )
 
 from ..common.directory import FSDP
-from ..common.errors import CheckpointError, shown
+from ..common.errors import CheckpointError
 from ..merge.geometry import Box, runs
 from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
@@ -29,7 +28,9 @@ from .checkpoint import Checkpoint
 from .common_state import TARGET
 from .fsdp_checkpoint import STATES, STEP
 from .fsdp_names import Names, Place, names_of_model
+from .fsdp_settings import scales_loss
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
+from .to_fsdp_settings import read_groups, settings_of, wrappers
 
 _COMMON = ('args', 'checkpoint_version', 'iteration', 'num_floating_point_operations_so_far')
 _SCHEDULER = 'opt_param_scheduler'
@@ -93,15 +94,19 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
             else:
                 plan.without_state.append(name)
     plan.positions = [Position('parameters by name', len(parameters), elements, 0)]
-    groups = _groups(checkpoint) if parameters else []
+    groups = read_groups(checkpoint) if parameters else []
     if groups and all(_OF_TORCH in group and STEP in group for group in groups):
         trained = [
             key.removeprefix('model.module.') for key in plan.tensors if key.startswith('model.')
         ]
         _add_steps(checkpoint, plan, set(trained) - set(plan.without_state), groups)
-    plan.made = [*_common_objects(checkpoint), *_settings(checkpoint, groups, parameters)]
+    plan.made = [*_common_objects(checkpoint), *settings_of(checkpoint, groups, parameters)]
     if any(key.startswith('rng_state') for key in checkpoint.copied):
-        plan.notes = ['random state is not converted: pass --no-load-rng to the run that loads it']
+        plan.notes += ['random state is not converted: pass --no-load-rng to the run that loads it']
+    if parameters and scales_loss(checkpoint.args):
+        plan.notes += [
+            'Megatron-FSDP does not load a loss scale: the next run begins with its initial one'
+        ]
     return plan
 
 
@@ -200,7 +205,7 @@ def _add_tensors(
     weight, main = stored[''], stored.get(PARAM)
     outputs = [(f'model.module.{name}', main or weight, weight if main else None)]
     outputs += [
-        (f'optimizer.state.{_wrappers(checkpoint)}{name}.{state}', stored[state], None)
+        (f'optimizer.state.{wrappers(checkpoint.args)}{name}.{state}', stored[state], None)
         for state in STATES
         if state in stored
     ]
@@ -223,7 +228,7 @@ def _add_steps(
             'expected one'
         )
     for name in sorted(names):
-        key = f'optimizer.state.{_wrappers(checkpoint)}{name}.{STEP}'
+        key = f'optimizer.state.{wrappers(checkpoint.args)}{name}.{STEP}'
         plan.tensors[key] = OutputTensor((), torch.float32, (scalar,))
         plan.chunks.append(OutputChunk(key, scalar, torch.float32, (), fill=min(step)))
 
@@ -248,12 +253,6 @@ def _within(part: Box, region: Box, axes: int) -> Box:
     return Box(tuple(offsets)[axes:], part.sizes[axes:])
 
 
-def _wrappers(checkpoint: Checkpoint) -> str:
-    """What Megatron-FSDP's optimizer puts before names: half precision is a module of its own."""
-    half = any(getattr(checkpoint.args, name, False) for name in ('bf16', 'fp16'))
-    return 'module.' * (2 + half)
-
-
 def _common_objects(checkpoint: Checkpoint) -> Iterator[MadeBytes]:
     state = checkpoint.common.state
     for name in _COMMON:
@@ -261,77 +260,3 @@ def _common_objects(checkpoint: Checkpoint) -> Iterator[MadeBytes]:
             yield MadeBytes(name, archived(state[name]))
     for name, value in (state.get(_SCHEDULER) or {}).items():
         yield MadeBytes(f'{_SCHEDULER}.{name}', archived(value))
-
-
-def _settings(
-    checkpoint: Checkpoint,
-    groups: list[dict[str, Any]],
-    parameters: Mapping[str, tuple[Place, tuple[int, ...]]],
-) -> Iterator[MadeBytes]:
-    """Each parameter's group, under its name."""
-    contents: dict[tuple[int, str], bytes] = {}
-    prefix = f'optimizer.param_to_group_meta.{_wrappers(checkpoint)}'
-    for name, (place, shape) in parameters.items():
-        number = _group_of(checkpoint, groups, name, place, shape)
-        for setting, value in groups[number].items():
-            if (number, setting) not in contents:
-                contents[number, setting] = archived(value)
-            yield MadeBytes(f'{prefix}{name}.{setting}', contents[number, setting])
-
-
-def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Settings of all groups of all optimizers of the chain."""
-    state: Any = checkpoint.common.state.get('optimizer')
-    try:
-        chain = list(state.values()) if all(isinstance(key, int) for key in state) else [state]
-        groups = [group for part in chain for group in part['optimizer']['param_groups']]
-        return [{name: group[name] for name in group if name != 'params'} for group in groups]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f'{checkpoint.directory}: common state: optimizer: {shown(state)}, expected its '
-            'parameter groups; the checkpoint is damaged, take another'
-        ) from error
-
-
-def _group_of(
-    checkpoint: Checkpoint,
-    groups: list[dict[str, Any]],
-    name: str,
-    place: Place,
-    shape: tuple[int, ...],
-) -> int:
-    """The group that megatron-core puts a parameter into.
-
-    Biases and other one-dimensional parameters have no weight decay, expert parameters groups of
-    their own where experts are on ranks of their own.
-    """
-    apart = any(group.get('is_expert_parallel') is True for group in groups)
-    own = [
-        number
-        for number, group in enumerate(groups)
-        if (group.get('is_expert_parallel') is True) == (apart and place.expert >= 0)
-    ]
-    if len(own) > 1:
-        normed = any(part in name for part in ('q_layernorm.', 'k_layernorm.'))
-        decayed = len(shape) > 1 or (
-            normed and bool(getattr(checkpoint.args, 'apply_wd_to_qk_layernorm', False))
-        )
-        _refuse_other_differences(checkpoint, [groups[number] for number in own])
-        own = [number for number in own if (groups[number].get('wd_mult') != 0) == decayed]
-    if len(own) != 1:
-        raise CheckpointError(
-            f'{checkpoint.directory}: common state: {len(own)} parameter groups for {name}, '
-            'expected one; which group a parameter belongs to is not stored'
-        )
-    return own[0]
-
-
-def _refuse_other_differences(checkpoint: Checkpoint, groups: list[dict[str, Any]]) -> None:
-    for setting in groups[0]:
-        values = {repr(group.get(setting)) for group in groups}
-        if len(values) > 1 and setting not in ('wd_mult', 'weight_decay'):
-            raise CheckpointError(
-                f'{checkpoint.directory}: common state: parameter groups differ in {setting} '
-                f'({", ".join(sorted(values))}), expected weight decay only; which group a '
-                'parameter belongs to is not stored'
-            )

@@ -29,7 +29,9 @@ FSDP = [
 DDP = [*DISTRIBUTED, '--dist-ckpt-optim-fully-reshardable']
 # What a converted checkpoint lacks: Megatron-FSDP doesn't store it.
 LEFT_OUT = ['common state: rerun_state_machine']
-SEVERAL_CONNECTIONS = {'CUDA_DEVICE_MAX_CONNECTIONS': '8'}  # Megatron-FSDP asks for it
+# Megatron-FSDP asks for several, tensor parallelism without it for one.
+SEVERAL_CONNECTIONS = {'CUDA_DEVICE_MAX_CONNECTIONS': '8'}
+ONE_CONNECTION = {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,17 @@ class FsdpTwins:
 def make_fsdp_twins(directory: Path, nproc: int, *arguments: str, **env: str) -> FsdpTwins:
     """Train twice alike, and save in one format and the other."""
     twins = FsdpTwins(directory / 'fsdp', directory / 'torch_dist', arguments)
-    tasks = [
-        {
+    for root, options, connections in (
+        (twins.fsdp, FSDP, SEVERAL_CONNECTIONS),
+        (twins.torch_dist, DDP, ONE_CONNECTION),
+    ):
+        task = {
             'name': root.name,
             'kind': 'gpt',
             'arguments': [*arguments, *options, '--train-iters', str(STEPS), '--save', str(root)],
             'result': str(directory / root.name) + '.record',
         }
-        for root, options in ((twins.fsdp, FSDP), (twins.torch_dist, DDP))
-    ]
-    launch(nproc, tasks, directory / 'tasks.json', **SEVERAL_CONNECTIONS, **env)
-    for task in tasks:
+        launch(nproc, [task], directory / 'tasks.json', **connections, **env)
         read_records(Path(task['result']))
     return twins
 

@@ -147,9 +147,9 @@ def test_halves_that_arguments_do_not_know(source, tmp_path):
     ('name', 'value', 'told'),
     [
         ('pipeline_model_parallel_size', 2, 'under the same names'),
-        ('multi_latent_attention', True, 'multi-latent attention'),
-        ('mtp_num_layers', 1, 'multi-token prediction'),
-        ('expert_model_parallel_size', 2, 'not converted yet'),
+        ('multi_latent_attention', True, 'are those of other attention'),
+        ('mla_down_proj_fusion', True, 'a fused down projection'),
+        ('mtp_num_layers', 1, '0 depths of multi-token prediction'),
         ('spec', ['my.specs', 'layer'], 'a layer spec of its own'),
         ('transformer_impl', 'inference_optimized', 'expected local or transformer_engine'),
         ('num_experts', 5, 'no model.module.decoder.layers.0.mlp.experts.local_experts.4.'),

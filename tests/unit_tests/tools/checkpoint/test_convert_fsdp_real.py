@@ -10,6 +10,7 @@ from tests.unit_tests.tools.checkpoint.fsdp_twins import (
     DDP,
     FSDP,
     LEFT_OUT,
+    ONE_CONNECTION,
     SEVERAL_CONNECTIONS,
     STEPS,
     fsdp_differences,
@@ -27,6 +28,26 @@ CASES = {
         'fused_adam',
     ),
     'plain, fp32, tied': (1, [], 'torch_adam'),
+    'experts, EP 2, multi-token prediction': (
+        2,
+        [
+            *('--bf16', '--swiglu', '--num-experts', '4', '--expert-model-parallel-size', '2'),
+            *('--moe-layer-freq', '[0,1]', '--moe-shared-expert-intermediate-size', '32'),
+            *('--mtp-num-layers', '2'),
+        ],
+        'fused_adam',
+    ),
+    'multi-latent attention, TP 2, learning rate of its own': (
+        2,
+        [
+            *('--bf16', '--swiglu', '--tensor-model-parallel-size', '2'),
+            *('--multi-latent-attention', '--q-lora-rank', '16', '--kv-lora-rank', '16'),
+            *('--v-head-dim', '8', '--qk-head-dim', '8', '--qk-pos-emb-head-dim', '8'),
+            *('--qk-layernorm', '--apply-wd-to-qk-layernorm'),
+            *('--decoupled-lr', '2e-3', '--decoupled-min-lr', '2e-4'),
+        ],
+        'fused_adam',
+    ),
 }
 
 
@@ -68,7 +89,8 @@ def test_trains_on_as_the_twin(twins):
     made, directory, nproc, adam = twins
     stock = {'MEGATRON_OVERLAY': '0'} if adam == 'fused_adam' else {}
     roots = directory / 'converted', made.torch_dist
-    assert_same_steps(roots, made, DDP, nproc, CPU_MEGATRON_OPTIMIZER=adam, **stock)
+    env = {'CPU_MEGATRON_OPTIMIZER': adam, **ONE_CONNECTION, **stock}
+    assert_same_steps(roots, made, DDP, nproc, **env)
 
 
 def test_megatron_fsdp_trains_on(twins):
