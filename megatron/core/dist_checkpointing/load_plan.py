@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import megatron_overlay
 from megatron_overlay._guard import Upstream
+from megatron_overlay.commands import command_of
 
 from . import gpt_checkpoint_interop as interop
 from .checkpoint_keys import FP32_PARAM, PARAM, parse_key
@@ -43,7 +44,7 @@ PLAIN = 'plain'
 MODEL_SPACE_FORMATS = ('fully_reshardable',)
 IN_BUCKETS = 'dp_reshardable'  # core's default
 FLATTENED = 'fully_sharded_model_space'  # its default up to 0.14
-# What `megatron-convert-optimizer` makes one of the former of.
+# What `convert_ckpt_optimizer.py` makes one of the former of.
 CONVERTED_FORMATS = {
     IN_BUCKETS: 'which belongs to the layout that saved it',
     FLATTENED: 'which megatron-core loads up to 0.15 only',
@@ -460,7 +461,7 @@ def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
     kind = 'fully-reshardable' if to == TORCH_DIST else 'fsdp-dtensor'
     source, target = (directory, f'{root}-{kind}') if directory else ('DIR', 'OUT')
     return (
-        f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
+        f'{command_of("convert_ckpt_optimizer")} --load-dir {shlex.quote(source)} '
         f'--save-dir {shlex.quote(target)}' + ('' if to == TORCH_DIST else f' --to {to}')
     )
 
