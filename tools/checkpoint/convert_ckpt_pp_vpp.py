@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, local_path, natural, positive
+from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
@@ -304,7 +305,8 @@ def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
             raise Misuse(f'{flag} and --{name.replace("_", "-")} exclude each other')
 
 
-def main(argv: list[str] | None = None) -> int:
+@ends_on_interrupt
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
@@ -321,10 +323,7 @@ def main(argv: list[str] | None = None) -> int:
         asked = conversion(args)
     except Misuse as error:
         return complain(error)
-    try:
-        return _run(asked, args)
-    except KeyboardInterrupt:
-        return 130
+    return _run(asked, args)
 
 
 def _run(asked: 'Conversion', args: argparse.Namespace) -> int:

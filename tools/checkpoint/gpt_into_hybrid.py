@@ -11,6 +11,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, not_a_url
+from .common.interrupt import ends_on_interrupt
 from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line.
 

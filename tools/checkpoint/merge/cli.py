@@ -265,8 +265,6 @@ def carry_out(work: Callable[[], None], rank: int) -> int:
     except Interrupted as stopped:
         complain(stopped)
         return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
