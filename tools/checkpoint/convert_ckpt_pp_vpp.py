@@ -10,7 +10,6 @@ From Python: ``main`` with the same words; or, to catch ``CheckpointError`` and 
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, local_path, natural, positive
+from .common.errors import CheckpointError
 from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
@@ -72,7 +72,7 @@ Any stages or chunks become any others: --load-dir D --save-dir OUT --pipeline-s
 
 
 class Misuse(ValueError):
-    """Arguments that don't go together, or a source that isn't there."""
+    """Arguments that don't go together, or one that is missing."""
 
 
 # An option given as '' is absent: that is a shell variable which is empty.
@@ -213,11 +213,14 @@ def conversion(args: argparse.Namespace) -> 'Conversion':
 
     Raises:
         Misuse: arguments that don't go together, or one that is missing
+        CheckpointError: a source that is no directory
     """
+    from .common.paths import refuse_no_directory
+
     name, words = {'merge': _merge, 'split': _split, 'reshape': _reshape}[args.command](args)
     for root in (getattr(args, source.replace('-', '_'), None) for source in _LOAD):
-        if root is not None and not os.path.isdir(root):
-            raise Misuse(f'{root}: no such directory')
+        if root is not None:
+            refuse_no_directory(root)
     from .pp_vpp import commands
 
     made: Conversion = getattr(commands, name)(**words)
@@ -321,14 +324,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(reason)
     try:
         asked = conversion(args)
-    except Misuse as error:
+    except (Misuse, CheckpointError) as error:
         return complain(error)
     return _run(asked, args)
 
 
 def _run(asked: 'Conversion', args: argparse.Namespace) -> int:
     import_quickly('torch')
-    from .common.errors import CheckpointError
     from .common.progress import format_bytes, format_seconds
     from .common.publish import Interrupted
     from .pp_vpp.convert import Options, execute, prepare

@@ -4,15 +4,13 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 
 from .stdout import complain
 
-_Main = Callable[[Sequence[str] | None], int]
 
-
-def ends_on_interrupt(main: _Main) -> _Main:
+def ends_on_interrupt[**P](main: Callable[P, int]) -> Callable[P, int]:
     """Decorate the ``main`` of a command, which a program may call as well.
 
     The process ends in a handler, not by ``KeyboardInterrupt``: torch, while it is imported, makes
@@ -21,13 +19,13 @@ def ends_on_interrupt(main: _Main) -> _Main:
     """
 
     @functools.wraps(main)
-    def command(argv: Sequence[str] | None = None) -> int:
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-            return main(argv)
+            return main(*args, **kwargs)
         signal.signal(signal.SIGINT, _end)
         try:
-            return main(argv)
+            return main(*args, **kwargs)
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import (
     assert_same,
+    leave_group,
     load_tensors,
     model_tensors,
     plain_merge,
@@ -145,6 +146,7 @@ def forked(action):
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        leave_group()
         code = action() or 0
     finally:
         os._exit(code)
