@@ -45,7 +45,7 @@ def _one_group_for_the_same_ranks(new_group, destroy_process_group):
 
 def install() -> None:
     """Groups and meshes are made with gloo; collectives get the arguments that gloo takes."""
-    barrier, all_to_all_single = dist.barrier, dist.all_to_all_single
+    barrier, all_to_all_single, all_reduce = dist.barrier, dist.all_to_all_single, dist.all_reduce
 
     @functools.wraps(barrier)
     def barrier_without_devices(group=None, async_op=False, device_ids=None):
@@ -61,6 +61,13 @@ def install() -> None:
         ]
         return all_to_all_single(output, input, *as_list, group=group, async_op=async_op)
 
+    @functools.wraps(all_reduce)
+    def all_reduce_with_mean(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if op != dist.ReduceOp.AVG or async_op:
+            return all_reduce(tensor, op, group, async_op)
+        all_reduce(tensor, dist.ReduceOp.SUM, group)  # older gloo has no mean (torch 2.6, 2.7)
+        tensor /= dist.get_world_size(group)
+
     new_group, destroy_process_group = _one_group_for_the_same_ranks(
         _over_gloo(dist.new_group), dist.destroy_process_group
     )
@@ -70,6 +77,7 @@ def install() -> None:
         'destroy_process_group': destroy_process_group,
         'barrier': barrier_without_devices,
         'all_to_all_single': all_to_all_with_lists,
+        'all_reduce': all_reduce_with_mean,
     }
     for name, value in replaced.items():
         setattr(dist, name, value)

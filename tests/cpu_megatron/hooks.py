@@ -50,6 +50,12 @@ def _help_texts_once(module: ModuleType) -> None:
     module.ArgumentGroupFactory._get_field_docstrings = find_once
 
 
+def _no_inference_layers(module: ModuleType) -> None:
+    # from 0.20 on asked of every layer of MTP, in terms of classes that TE's are the bases of
+    if importlib.util.find_spec('transformer_engine') is None:
+        module.is_inference_column_parallel_linear = lambda layer: False
+
+
 def _no_driver(module: ModuleType) -> None:
     # Triton before 3.4 (torch before 2.8) looks for a GPU where a kernel is defined
     if not on_gpu():
@@ -60,6 +66,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     'megatron.core.models.hybrid.hybrid_block': _norm_without_te,
     'megatron.core.dist_checkpointing.strategies.filesystem_async': _plain_results_queue,
     'megatron.core.datasets.utils': _helpers_are_compiled,
+    'megatron.core.tensor_parallel.inference_layers': _no_inference_layers,
     'megatron.core.tensor_parallel.random': _quiet_rng_tracker,
     'megatron.training.argument_utils': _help_texts_once,
     'triton.runtime.driver': _no_driver,

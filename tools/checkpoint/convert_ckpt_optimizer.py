@@ -18,6 +18,8 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.interrupt import ends_on_interrupt  # noqa: E402
+
 if TYPE_CHECKING:
     from .optimizer_layouts.report import ConversionResult
 
@@ -72,6 +74,7 @@ def convert_optimizer(
     )
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, 1 on an error, 2 on wrong usage, 128 + n on signal n."""
     from .optimizer_layouts.cli import run

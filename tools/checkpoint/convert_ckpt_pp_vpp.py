@@ -10,10 +10,9 @@ From Python: ``main`` with the same words; or, to catch ``CheckpointError`` and 
 """
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, local_path, natural, positive
+from .common.errors import CheckpointError
+from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 from .pp_vpp import commands
@@ -69,7 +70,7 @@ Any stages or chunks become any others: --load-dir D --save-dir OUT --pipeline-s
 
 
 class Misuse(ValueError):
-    """Arguments that don't go together, or a source that isn't there."""
+    """Arguments that don't go together, or one that is missing."""
 
 
 # An option given as '' is absent: that is a shell variable which is empty.
@@ -210,11 +211,13 @@ def conversion(args: argparse.Namespace) -> commands.Conversion:
 
     Raises:
         Misuse: arguments that don't go together, or one that is missing
+        CheckpointError: a source that is no directory
     """
+    from .common.paths import refuse_no_directory
+
     made = {'merge': _merge, 'split': _split, 'reshape': _reshape}[args.command](args)
     for root in made.sources.values():
-        if not os.path.isdir(root):
-            raise Misuse(f'{root}: no such directory')
+        refuse_no_directory(root)
     return made
 
 
@@ -286,7 +289,8 @@ def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
             raise Misuse(f'{flag} and --{name.replace("_", "-")} exclude each other')
 
 
-def main(argv: list[str] | None = None) -> int:
+@ends_on_interrupt
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
@@ -301,17 +305,13 @@ def main(argv: list[str] | None = None) -> int:
         return complain(reason)
     try:
         asked = conversion(args)
-    except Misuse as error:
+    except (Misuse, CheckpointError) as error:
         return complain(error)
-    try:
-        return _run(asked, args)
-    except KeyboardInterrupt:
-        return 130
+    return _run(asked, args)
 
 
 def _run(asked: commands.Conversion, args: argparse.Namespace) -> int:
     import_quickly('torch')
-    from .common.errors import CheckpointError
     from .common.progress import format_bytes, format_seconds
     from .common.publish import Interrupted
     from .pp_vpp.convert import Options, execute, prepare

@@ -11,6 +11,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, not_a_url
+from .common.interrupt import ends_on_interrupt
 from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain
@@ -30,12 +31,17 @@ Tell what `pretrain_hybrid.py --load CHECKPOINT --hybrid-layer-pattern PATTERN` 
 checkpoint of a GPT model: which layer reads what, what starts fresh, and whether the load will
 work. Reads metadata only.
 """
+_EPILOG = """\
+exit status: 0 when it will, with the options that the last line names, such as --no-load-optim; 1
+when no options make it; 2 on wrong usage
+"""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -72,11 +78,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
-        0 when the load will work, 1 when it won't; the reason is the last line then.
+        0 when the load will work, with the options that the last line names; 1 when it won't, and
+        that line is the reason.
     """
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
     reason = missing_packages() or why_not_active('megatron.training.checkpointing', *LOAD_MODULES)

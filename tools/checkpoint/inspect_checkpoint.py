@@ -20,6 +20,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, not_a_url
+from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
@@ -114,6 +115,7 @@ def compare_checkpoints(first: str | Path, other: str | Path) -> 'Comparison':
     return compare(first, other)
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, 1 (see ``--help``), or 2 on wrong usage."""
     args = make_parser().parse_args(argv)

@@ -13,6 +13,7 @@ if __package__ in (None, ''):  # run as a script
     __package__ = 'tools.checkpoint'
 
 from .common.arguments import add_version, local_path
+from .common.interrupt import ends_on_interrupt
 from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
@@ -37,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line.
 

@@ -18,6 +18,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
+from .common.interrupt import ends_on_interrupt  # noqa: E402
 from .merge.schedules import checkpoint_coefficients  # noqa: E402
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def merge_same_layout_dcp_metadata_checkpoints(
     )
 
 
+@ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0, 1 on an error, 2 on wrong usage, 128 + n on signal n."""
     from .merge.cli import run

@@ -4,11 +4,13 @@ import shlex
 from pathlib import PurePath
 from typing import Any
 
+from megatron_overlay.commands import command_of
+
 from .format_names import FLATTENED, FSDP_DTENSOR, FULLY_RESHARDABLE, IN_BUCKETS, PLAIN, TORCH_DIST
 from .stored_checkpoint import StoredCheckpoint, is_layer_wise, stored_optimizer_format
 from .unstored_state import saved_without_optimizer, unstored_reason, unstored_state
 
-# What `megatron-convert-optimizer` makes `fully_reshardable` of, and why that is needed.
+# What `convert_ckpt_optimizer.py` makes `fully_reshardable` of, and why that is needed.
 CONVERTED_FORMATS = {
     IN_BUCKETS: 'which belongs to the layout that saved it',
     FLATTENED: 'which megatron-core loads up to 0.15 only',
@@ -93,7 +95,7 @@ def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
     kind = 'fully-reshardable' if to == TORCH_DIST else 'fsdp-dtensor'
     source, target = (directory, f'{root}-{kind}') if directory else ('DIR', 'OUT')
     return (
-        f'megatron-convert-optimizer --load-dir {shlex.quote(source)} '
+        f'{command_of("convert_ckpt_optimizer")} --load-dir {shlex.quote(source)} '
         f'--save-dir {shlex.quote(target)}' + ('' if to == TORCH_DIST else f' --to {to}')
     )
 

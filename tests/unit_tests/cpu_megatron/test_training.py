@@ -1,10 +1,16 @@
 import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
 from tests.cpu_megatron.recorder import read_log
-from tests.cpu_megatron.torchrun import torchrun
+from tests.cpu_megatron.torchrun import REPOSITORY, torchrun
 
 PRETRAIN = 'tests.cpu_megatron.pretrain'
 
@@ -44,3 +50,22 @@ def test_training_goes_on_from_its_checkpoint(tmp_path, nproc, arguments):
         moments = [value for key, value in dump['optimizer'].items() if key.endswith('exp_avg')]
         assert moments and all(moment.abs().sum() > 0 for moment in moments)
         assert dump['model']
+
+
+def test_a_run_ends_with_the_process_that_started_it(tmp_path):
+    pid = tmp_path / 'pid'
+    wait = f'import os, time; os.symlink(str(os.getpid()), {str(pid)!r}); time.sleep(3600)'
+    run = f"torchrun(1, 'timeit', '-n1', '-r1', {wait!r})"
+    code = f'from tests.cpu_megatron.torchrun import torchrun; {run}'
+    caller = subprocess.Popen([sys.executable, '-c', code], cwd=REPOSITORY)
+    while not pid.is_symlink():
+        assert caller.poll() is None
+        time.sleep(0.05)
+    child = os.pidfd_open(int(pid.readlink().name))
+    caller.kill()
+    caller.wait()
+    ended, _, _ = select.select([child], [], [], 600)  # readable when the process is gone
+    if not ended:
+        signal.pidfd_send_signal(child, signal.SIGKILL)
+    os.close(child)
+    assert ended

@@ -161,7 +161,7 @@ def test_state_in_buckets_names_the_conversion(run):
     pattern = {'hybrid_layer_pattern': '*-*-'} if run == 'hybrid' else {}
     other = any_run(stored, **sizes | {'tensor_model_parallel_size': 1}, **pattern)
     command = (
-        "megatron-convert-optimizer --load-dir '/ckpt/a b/iter_0000003' "
+        "convert_ckpt_optimizer.py --load-dir '/ckpt/a b/iter_0000003' "
         "--save-dir '/ckpt/a b-fully-reshardable'"
     )
     assert command in plan_load(stored, other, run).optimizer_refusal

@@ -212,19 +212,19 @@ def weights_only(path: Path, reload: bool, **options) -> None:
     equal(model_state(runs[0].model), model_state(runs[1].model))
 
 
-@fact(11, 'weights loaded without optimizer state are what the first step starts from')
+@fact(8, 'weights loaded without optimizer state are what the first step starts from')
 def weights_only_load(path):
     weights_only(path, reload=True, **offload(0.5))
     weights_only(path, reload=True, **offload(0.5, precision_aware=False))
 
 
-@fact(11, 'also where nobody tells the optimizer that weights were loaded')
+@fact(8, 'also where nobody tells the optimizer that weights were loaded')
 def weights_loaded_behind_the_optimizer(path):
     weights_only(path, reload=False, **offload(0.5))
     weights_only(path, reload=False, **offload(1.0))
 
 
-@fact(12, 'asking for a loading template moves no parameter and uses no random number')
+@fact(9, 'asking for a loading template moves no parameter and uses no random number')
 def dummy_step_leaves_nothing(path):
     for sharding_type in FORMATS:
         with model_parallel():
@@ -253,7 +253,7 @@ def gradients(run) -> dict[tuple, torch.Tensor]:
     }
 
 
-@fact(12, "saving and asking for a template leave a run's gradients alone, whatever the optimizer")
+@fact(9, "saving and asking for a template leave a run's gradients alone, whatever the optimizer")
 def gradients_are_left_alone(path):
     for options in (
         offload(0.5),
@@ -279,7 +279,7 @@ def gradients_are_left_alone(path):
             equal(weights, model_state(run.model))
 
 
-@fact(14, 'saving before the first step, with infinite gradients, leaves an fp16 run as it was')
+@fact(11, 'saving before the first step, with infinite gradients, leaves an fp16 run as it was')
 def saved_before_the_first_step(path):
     # the first gradients overflow, and the loss scale that they leave behind fits
     fp16 = {'dtype': 'fp16', 'initial_loss_scale': 2.0**18, 'hysteresis': 1}
@@ -300,7 +300,7 @@ def saved_before_the_first_step(path):
             assert run.losses[-3:] == losses[-3:], f'losses {run.losses} instead of {losses}'
 
 
-@fact(14, 'a running optimizer that never stepped takes a checkpoint, its gradients zeroed or not')
+@fact(11, 'a running optimizer that never stepped takes a checkpoint, its gradients zeroed or not')
 def loaded_before_the_first_step(path):
     fully, in_buckets = FORMATS
     for sharding_type, zeroed, options in (
@@ -337,7 +337,7 @@ def half_by_default():
         torch.set_default_dtype(usual)
 
 
-@fact(15, "the process's default dtype takes no part")
+@fact(14, "the process's default dtype takes no part")
 def default_dtype_takes_no_part(path):
     for options in ({}, offload(0.5)):
         for sharding_type in FORMATS:
@@ -351,7 +351,7 @@ def with_fp32_norms(model: torch.nn.Module) -> None:
         layer.input_layernorm.float()
 
 
-@fact(16, 'bf16 and fp32 parameters in one group: each has its own state under its own name')
+@fact(12, 'bf16 and fp32 parameters in one group: each has its own state under its own name')
 def mixed_group(path):
     # with biases parameters are of different sizes, without all of their group are of the same
     for biases in (True, False):
@@ -374,7 +374,7 @@ def check_names(path: Path) -> None:
     )
 
 
-@fact(13, 'several buckets')
+@fact(10, 'several buckets')
 def several_buckets(path):
     for options in ({}, offload(0.5)):
         for sharding_type in FORMATS:

@@ -19,15 +19,15 @@ EVERYWHERE = {
     '7 fp32_parameters',
     '7 offload_not_precision_aware',
     '7 fp32_parameters_of_hybrid_device_optimizer',
-    '11 weights_only_load',
-    '11 weights_loaded_behind_the_optimizer',
-    '12 dummy_step_leaves_nothing',
-    '12 gradients_are_left_alone',
-    '13 several_buckets',
-    '14 loaded_before_the_first_step',
-    '14 saved_before_the_first_step',
-    '15 default_dtype_takes_no_part',
-    '16 mixed_group',
+    '8 weights_only_load',
+    '8 weights_loaded_behind_the_optimizer',
+    '9 dummy_step_leaves_nothing',
+    '9 gradients_are_left_alone',
+    '10 several_buckets',
+    '11 loaded_before_the_first_step',
+    '11 saved_before_the_first_step',
+    '14 default_dtype_takes_no_part',
+    '12 mixed_group',
 }
 NAMES = {
     ('torch_adam', 1): EVERYWHERE | {'3 step_is_not_shared'},
@@ -39,9 +39,9 @@ NAMES = {
     },
     **{
         (adam, 2): {
-            '13 leaked_step_on_two_ranks',
+            '2 leaked_step_on_two_ranks',
             '13 empty_group_on_a_rank',
-            '17 rank_without_parameters',
+            '13 rank_without_parameters',
         }
         for adam in ADAMS
     },

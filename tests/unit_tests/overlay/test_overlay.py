@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shlex
 import shutil
 import zipapp
 import zipfile
@@ -283,6 +285,29 @@ def test_console_commands(installed, command):
     for arguments in [script, '--version'], ['-m', 'megatron_overlay', '--version']:
         run = installed.run(*arguments)
         assert (run.returncode, run.stdout) == (0, f'megatron-checkpoint-toolkit {version}\n')
+
+
+NAMED = 'from megatron_overlay.commands import command_of; print(command_of({!r}))'
+
+
+def test_commands_in_messages_work_where_they_are_printed(installed, stock, wheel, tmp_path):
+    target = tmp_path / 'target'
+    stock.pip('install', '--no-deps', '--no-index', '--target', target, wheel)
+    found = {'PATH': f'{installed.root / "bin"}:{os.environ["PATH"]}'}
+    for command, file in TOOLS.items():
+        tool = file.removesuffix('.py')
+        module = ['-m', f'megatron_overlay.tools.checkpoint.{tool}']
+        for environment, path, variables, words in [
+            (installed, None, found, [str(installed.root / 'bin' / command)]),
+            (installed, None, {}, module),
+            (stock, target, {}, module),
+            (stock, REPOSITORY, {}, [f'{REPOSITORY}/tools/checkpoint/{file}']),
+        ]:
+            run = environment.run('-c', NAMED.format(tool), path=path, **variables)
+            python = shlex.join([str(environment.python), *words])
+            assert run.stdout == f'{command if variables else python}\n', run.stderr
+            run = environment.run(*words, '--version', path=path, **variables)
+            assert run.returncode == 0 and run.stdout.startswith('megatron-checkpoint-toolkit ')
 
 
 def test_the_dry_run_without_what_it_needs(installed, stock, without_core, source_tree, tmp_path):

@@ -127,7 +127,7 @@ HYBRID_RUN = {
     'other number of layers': ({'load': 'gpt of 3 layers'}, 'RuntimeError: .*3 layers'),
     'state in buckets': (
         {'load': 'gpt in buckets'},
-        "RuntimeError: .*'dp_reshardable'.*megatron-convert-optimizer --load-dir .*--no-load-optim",
+        "RuntimeError: .*'dp_reshardable'.*convert_ckpt_optimizer.py --load-dir .*--no-load-optim",
     ),
     'optimizer not distributed': (
         {'load': 'gpt, optimizer not distributed'},
@@ -280,7 +280,7 @@ GPT_RUN_WITH_OTHER_WAYS_OUT = {
     ),
     'state in buckets': (
         {'load': 'hybrid in buckets'},
-        "RuntimeError: .*'dp_reshardable'.*megatron-convert-optimizer --load-dir .*--no-load-optim",
+        "RuntimeError: .*'dp_reshardable'.*convert_ckpt_optimizer.py --load-dir .*--no-load-optim",
     ),
     'run without distributed optimizer': (
         {'load': 'hybrid', 'use_distributed_optimizer': False},

@@ -6,7 +6,6 @@ finds none, and the run starts from random weights.
 
 import os
 import shlex
-import stat
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +31,7 @@ from .paths import (
     parse_iteration_dirname,
     read_tracker,
     real_path,
+    refuse_no_directory,
     refuse_url,
     tracker_target,
 )
@@ -87,14 +87,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
     """
     refuse_url(path)
     path = Path(path)
-    try:
-        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: doesn't exist") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: can't be read: {one_line(error)}") from error
-    if not is_directory:
-        raise CheckpointError(f'{path}: is a file, expected a directory')
+    refuse_no_directory(path)
     has_tracker = os.path.isfile(path / TRACKER_NAME)
     given_to_load = has_tracker or bool(step)
     # A tracker that says `release` counts for more than the step does.

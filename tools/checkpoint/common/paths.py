@@ -38,6 +38,22 @@ def refuse_url(path: str | Path) -> None:
         raise CheckpointError(reason)
 
 
+def refuse_no_directory(path: str | Path) -> None:
+    """Raise where there is no directory at a path that is to be read.
+
+    Raises:
+        CheckpointError: nothing is there, or a file, or it can't be looked at
+    """
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: doesn't exist") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: can't be read: {one_line(error)}") from error
+    if not is_directory:
+        raise CheckpointError(f'{path}: is a file, expected a directory')
+
+
 def iteration_dirname(iteration: int | str) -> str:
     """``iter_0000100`` for 100, ``release`` for ``'release'``."""
     return RELEASE if iteration == RELEASE else f'iter_{int(iteration):07d}'
@@ -56,6 +72,7 @@ def list_iterations(root: str | Path) -> dict[int, Path]:
         CheckpointError: ``root`` is no directory that can be read
     """
     refuse_url(root)
+    refuse_no_directory(root)
     try:
         found = {parse_iteration_dirname(entry.name): entry for entry in Path(root).iterdir()}
     except OSError as error:

@@ -48,7 +48,8 @@ def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **argum
         arguments: of the run, where they aren't those of the one that saved the checkpoint.
 
     Returns:
-        0 when it will, 1 when it won't; the reason is the last line.
+        0 when it will, with the options that the last line names; 1 when it won't, and that line is
+        the reason.
     """
     try:
         found = find_checkpoint(checkpoint, ckpt_step)

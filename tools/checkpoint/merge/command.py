@@ -102,6 +102,4 @@ def carry_out[Q: 'Request', R: 'Result'](
     except Interrupted as stopped:
         complain(stopped)
         return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
     return int(request.dry_run and not all(told))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_overlay.commands import command_of
 from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, TORCH_DIST
 
 from ..common.directory import find_checkpoint
@@ -260,7 +261,7 @@ def find_directory(root: Path, iteration: int | str | None) -> Path:
         raise CheckpointError(
             f'{found.directory}: a torch_dist checkpoint (metadata.json), expected legacy `torch` '
             '(mp_rank_*); torch_dist loads into any pipeline layout as it is, and '
-            'weighted_merge.py merges it'
+            f'{command_of("weighted_merge")} merges it'
         )
     if found.format != LEGACY:
         raise CheckpointError(

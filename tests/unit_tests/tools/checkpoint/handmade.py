@@ -32,6 +32,14 @@ def ensure_group() -> None:
         dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
 
 
+def leave_group() -> None:
+    """What a forked child does first: the threads of its parent's process group aren't in it.
+
+    DCP of torch 2.6, which can't be told to do without a group, would wait for them.
+    """
+    dist.GroupMember.WORLD = None
+
+
 def model_tensors(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """A model's worth of tensors of odd sizes, every value its own, with an fp32 router bias."""
     generator = torch.Generator().manual_seed(seed)

@@ -324,7 +324,7 @@ def test_who_would_load_it_is_told_the_command(tmp_path, capsys):
     """By the load itself, the inspector, the resume report and the comparison with the weights."""
     name = 'core-0.13-pp2-fp32'
     old = unpack(name, tmp_path / 'old')
-    command = f'megatron-convert-optimizer --load-dir {old / ITERATION} --save-dir {old}-fully-'
+    command = f'convert_ckpt_optimizer.py --load-dir {old / ITERATION} --save-dir {old}-fully-'
     with pytest.raises(AssertionError, match=re.escape(command)):
         resume(name, 2, old, tmp_path)
     assert inspect_checkpoint.main([str(old)]) == 0

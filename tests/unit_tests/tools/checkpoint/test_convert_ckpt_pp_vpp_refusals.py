@@ -105,7 +105,12 @@ ONE_STAGE = {
         r'names 9, but \S+ is no directory; iterations in \S+SRC: 2$',
     ),
     'iteration not there': (None, f'{MERGE} --iteration 5', 'iterations in .*: 2$'),
-    'source missing': (lambda root: shutil.rmtree(root), MERGE, 'no such directory'),
+    'source missing': (lambda root: shutil.rmtree(root), MERGE, "SRC: doesn't exist$"),
+    'source a file': (
+        lambda root: (shutil.rmtree(root), root.touch()),
+        MERGE,
+        'SRC: is a file, expected a directory$',
+    ),
     'torch_dist': (
         lambda root: (
             shutil.rmtree(root / ITERATION),

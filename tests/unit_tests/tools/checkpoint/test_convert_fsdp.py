@@ -221,7 +221,7 @@ def test_the_inspector_names_the_command(twins):
     summary = inspect_checkpoint(twins.fsdp)
     (reason,) = [use.reason for use in summary.uses if use.name == 'resume with optimizer']
     directory = twins.fsdp / 'iter_0000003'
-    assert f'megatron-convert-optimizer --load-dir {directory} --save-dir' in reason
+    assert f'convert_ckpt_optimizer.py --load-dir {directory} --save-dir' in reason
 
 
 def test_runs_of_the_other_kind_name_the_command(twins, tmp_path):
@@ -241,5 +241,5 @@ def test_runs_of_the_other_kind_name_the_command(twins, tmp_path):
     for name, root, end in told:
         with pytest.raises(AssertionError) as error:
             read_records(tmp_path / name)
-        command = f'megatron-convert-optimizer --load-dir {root / "iter_0000003"} --save-dir {root}'
+        command = f'convert_ckpt_optimizer.py --load-dir {root / "iter_0000003"} --save-dir {root}'
         assert command in str(error.value) and end in str(error.value)

@@ -222,7 +222,7 @@ def test_every_look_says_the_same_without_content_metadata(
         )
     else:
         refused = f'The optimizer state of the checkpoint is {kind!r}'
-        way_out = f'megatron-convert-optimizer --load-dir {copy}'
+        way_out = f'convert_ckpt_optimizer.py --load-dir {copy}'
         for text in (reason, verdict):
             assert refused in text and way_out in text and '--no-load-optim' in text
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit_tests.tools.checkpoint.handmade import (
     assert_same,
+    leave_group,
     load_tensors,
     plain_merge,
     tree,
@@ -52,6 +53,7 @@ def forked(action):
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        leave_group()
         code = action() or 0
     finally:
         os._exit(code)

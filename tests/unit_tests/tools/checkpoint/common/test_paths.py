@@ -140,6 +140,8 @@ def test_missing_and_file(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(CheckpointError, match='is a file'):
         resolve_checkpoint(tmp_path / 'file')
+    with pytest.raises(CheckpointError, match='file: is a file, expected a directory'):
+        list_iterations(tmp_path / 'file')
 
 
 def test_names_of_what_is_staged_are_short_and_of_one_target_only():

@@ -1,0 +1,66 @@
+"""Ctrl-C while a command imports torch, which takes most of the time of a look."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.unit_tests.tools.checkpoint.documented_commands import REPOSITORY
+from tools.checkpoint.common.interrupt import ends_on_interrupt
+
+# A torch that takes the exception for something else, as the real one does here and there.
+TORCH = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except BaseException:
+    raise RecursionError('made of an interrupt')
+"""
+COMMANDS = [
+    'inspect_checkpoint .',
+    'gpt_into_hybrid . *-',
+    'resume_report .',
+    'weighted_merge --merge-inputs .:1 --merge-output out',
+    'convert_ckpt_optimizer --load-dir . --save-dir out',
+    'convert_ckpt_pp_vpp merge --load-dir . --save-dir out --pipeline-size 2',
+]
+
+
+@pytest.mark.usefixtures('default_signal_handlers')
+@pytest.mark.parametrize('command', COMMANDS)
+def test_an_interrupted_import_is_one_line(command, tmp_path):
+    (tmp_path / 'torch').mkdir()
+    (tmp_path / 'torch' / '__init__.py').write_text(TORCH)
+    tool, *words = command.split()
+    run = subprocess.run(
+        [sys.executable, REPOSITORY / 'tools/checkpoint' / f'{tool}.py', *words],
+        cwd=tmp_path,
+        env=os.environ | {'PYTHONPATH': str(tmp_path)},
+        text=True,
+        capture_output=True,
+    )
+    assert (run.returncode, run.stderr, run.stdout) == (130, 'error: stopped by SIGINT\n', '')
+
+
+@pytest.mark.usefixtures('default_signal_handlers')
+def test_a_program_that_calls_a_command_keeps_its_handlers():
+    found = []
+
+    @ends_on_interrupt
+    def main(argv=None):
+        found.append(signal.getsignal(signal.SIGINT))
+        return 3
+
+    assert main() == 3 and found.pop() is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    in_a_thread = threading.Thread(target=main)
+    in_a_thread.start()
+    in_a_thread.join()
+    assert found.pop() is signal.default_int_handler
+    for own in signal.SIG_IGN, lambda *_: None:
+        signal.signal(signal.SIGINT, own)
+        assert main() == 3 and found.pop() is own is signal.getsignal(signal.SIGINT)

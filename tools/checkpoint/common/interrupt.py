@@ -1,0 +1,39 @@
+"""Ctrl-C ends a command in one line, whatever it is at."""
+
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from .stdout import complain
+
+
+def ends_on_interrupt[**P](main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate the ``main`` of a command, which a program may call as well.
+
+    The process ends in a handler, not by ``KeyboardInterrupt``: torch, while it is imported, makes
+    other errors of that, or none. What has to be undone is a publication's, which puts handlers of
+    its own in while it is under way.
+    """
+
+    @functools.wraps(main)
+    def command(*args: P.args, **kwargs: P.kwargs) -> int:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+            return main(*args, **kwargs)
+        signal.signal(signal.SIGINT, _end)
+        try:
+            return main(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    return command
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    try:
+        complain(f'stopped by {signal.Signals(signum).name}')
+    finally:
+        os._exit(128 + signum)
