@@ -237,11 +237,12 @@ class MergeWriter(FileSystemWriter):
             written = super().write_data(plan, planner).value()
             if self.failure is None and len(written) != len(plan.items):
                 raise CheckpointError(
-                    f'{self.path}: {len(written)} of {len(plan.items)} entries were written'
+                    f'{self.path}: {len(written)} of {len(plan.items)} items were written'
                 )
             for result in written:
                 planner.note_written(result)
-            entries.set_result([planner.places])  # less to send than a result for each entry
+            # less to send than a result for each entry; none tells that this rank has failed
+            entries.set_result([planner.places] if self.failure is None else [])
         except BaseException as error:
             self._failed(error)
             entries.set_result([])
