@@ -112,7 +112,7 @@ def _write(root: Path, plan, shares: list, clock: Clock) -> None:
     for rank, share in enumerate(shares):
 
         def plans(share=share):
-            planner = MergePlanner(share, None, object, threading.Event())
+            planner = MergePlanner(share, None, 1, object, threading.Event())
             planner.finish_plan(SavePlan([]))
             return planner
 
@@ -126,7 +126,7 @@ def _write(root: Path, plan, shares: list, clock: Clock) -> None:
         with open(staging / f'__{rank}_0.distcp', 'wb') as file:
             file.truncate(at)
         results.append([clock.send('results', places)])
-    planner = MergePlanner(shares[0], plan, object, threading.Event())
+    planner = MergePlanner(shares[0], plan, 1, object, threading.Event())
     writer = MergeWriter(staging, root / 'out', 1, threading.Event())
     writer._plan = plan
     clock.send('plans', planner.create_global_plan([planner.create_local_plan()])[1])

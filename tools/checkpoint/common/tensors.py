@@ -1,5 +1,6 @@
 """Tensors by their bits, and dtypes by their names."""
 
+import numpy
 import torch
 
 _AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,3 +23,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` of ``torch.float32``."""
     return str(dtype).removeprefix('torch.')
+
+
+def address(view: memoryview) -> int:
+    """Where bytes lie in memory; compares with ``data_ptr()``."""
+    return numpy.frombuffer(view, numpy.uint8).ctypes.data

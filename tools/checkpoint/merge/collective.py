@@ -270,7 +270,9 @@ def _write[R: Result](
 
     total = share.source_bytes * (2 if verify else 1)
     with progress_bar(total, work.doing, unit='B', rank=ranks.rank) as bar:
-        planner = MergePlanner(share, plan, lambda: work.maker(result, stop), stop, bar.update)
+        planner = MergePlanner(
+            share, plan, threads, lambda: work.maker(result, stop), stop, bar.update
+        )
         ranks.agree(lambda: _save(planner, writer, ranks))
         publish.step('written')
         places = ranks.agree(finish, root_only=True)

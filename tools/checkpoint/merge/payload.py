@@ -180,11 +180,15 @@ class SmallArchives:
         if template is not None and template.matches(content):
             return template.start
         frozen = bytes(content)
-        found = _elements(lambda at, n: frozen[at : at + n], stored, key)
+
+        def read(at: int, size: int) -> bytes:
+            return frozen[at : at + size]
+
+        found = _elements(read, stored, key)
         if found is None:
             return None
         try:
-            self._templates[kind] = Template(frozen, found[1])
+            self._templates[kind] = Template(read, len(frozen), found[1])
         except (NotPlain, KeyError, struct.error, CheckpointError):
             pass  # each of them is looked at in full
         return found[0] if found[0] % stored.dtype.itemsize == 0 else None

@@ -1,6 +1,7 @@
 """DCP's save with a planner that merges on demand: memory is one chunk per writer thread."""
 
 import dataclasses
+import heapq
 import inspect
 import io
 import mmap
@@ -10,6 +11,8 @@ import warnings
 from array import array
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from itertools import chain, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -17,20 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -40,8 +31,7 @@ from .archive import Template, save_template, saved
 from .places import WrittenPlaces, output_metadata
 from .plan import ChunkJob, Entry, MergePlan, RankShare
 
-_SMALL = 128 << 10  # bytes of a chunk; up to here DCP and torch.save take longer than merging it
-_BATCH = 1 << 20  # bytes of small chunks' archives that are written at once
+_BATCH = 256 << 10  # bytes of archives that are written at once, unless a single one is larger
 _AROUND = 1200  # bytes of an archive besides the elements, about
 
 
@@ -52,7 +42,7 @@ class _Bytes(io.BytesIO):
     one that ``BytesIO`` makes.
     """
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes | memoryview) -> None:
         super().__init__()
         self._content = content
 
@@ -77,12 +67,14 @@ class ChunkMaker(Protocol):
 class MergePlanner[M: ChunkMaker](SavePlanner):
     """Plans one rank's share and merges each chunk when the writer asks for it.
 
-    Small chunks go to the writer as archives, many at once, in one item of bytes. They are what
-    ``torch.save`` writes, and the metadata says tensors of them as of others.
+    Chunks go to the writer as archives, small ones many at once, in items of bytes: a chunk is
+    merged where it lies in its archive, of which the rest costs next to nothing. They are what
+    ``torch.save`` writes, and the metadata says tensors of them.
 
     Args:
         share: what this rank writes
         plan: the whole plan; on the coordinator only
+        threads: that write, among which the work is divided
         new_merger: makes the merger of one writer thread
         stop: set when the work is void
         on_bytes: told the bytes read whenever a chunk is done
@@ -96,6 +88,7 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         self,
         share: RankShare,
         plan: MergePlan | None,
+        threads: int,
         new_merger: Callable[[], M],
         stop: threading.Event,
         on_bytes: Callable[[int], object] = lambda count: None,
@@ -105,8 +98,8 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         self._stop = stop
         self._on_bytes = on_bytes
         self._entries = share.entries
-        self._batches = _batches(share)
-        self._largest = max((job.nbytes for job in share.chunks), default=0)
+        self._batches = _batches(share.entries, threads)
+        self._largest = max((job.nbytes for job in share.chunks), default=0) + 4 * _AROUND
         self._thread = threading.local()
         self.mergers: list[M] = []
         self.places = WrittenPlaces(len(self._entries))
@@ -128,57 +121,51 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
         return all_plans, Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """An item for each byte entry, each large chunk, and each batch of small ones."""
-        items = [
-            _item(number, job) for number, job in enumerate(self._entries) if not _is_small(job)
-        ]
-        items += [WriteItem(index, WriteItemType.BYTE_IO) for index in self._batches]
+        """An item for each batch of entries."""
+        items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._batches]
         return dataclasses.replace(new_plan, items=items)
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Merge a chunk into this thread's buffer, or read a byte entry.
+    def resolve_data(self, write_item: WriteItem) -> io.BytesIO:
+        """Merge the chunks of a batch, or read a byte entry.
 
-        The returned tensor's memory is used again for the thread's next chunk.
+        The memory of what is returned is used again for the thread's next item.
         """
-        if self._stop.is_set():
-            raise Stopped
-        if write_item.index in self._batches:
-            return self._batch(write_item.index)
-        job = self._entries[int(write_item.index.fqn)]
-        if isinstance(job, ChunkJob):
-            return self._merged(job).view(job.box.sizes)
-        self._on_bytes(job.length)
-        return _Bytes(job.read())
-
-    def _batch(self, index: MetadataIndex) -> io.BytesIO:
-        """Archives of small chunks, one after the other."""
-        archives: list[bytes] = []
-        for number in self._batches[index]:
+        contents: list[bytes | memoryview] = []
+        for number in self._batches[write_item.index]:
+            if contents:
+                contents[-1] = bytes(contents[-1])
             if self._stop.is_set():
                 raise Stopped
-            job = self._entries[number]
-            assert isinstance(job, ChunkJob)
-            merged = self._merged(job)
-            template = self._template(job.dtype, job.box.sizes)
-            if template is None:
-                archives.append(saved(merged.view(job.box.sizes).clone()))
-            else:
-                elements = memoryview(self._thread.memory)[: job.nbytes]
-                archives.append(b''.join(template.parts(elements)))
-            self.places.lengths[number] = len(archives[-1])
-        return _Bytes(b''.join(archives))
+            contents.append(self._content(self._entries[number]))
+            self.places.lengths[number] = len(contents[-1])
+        return _Bytes(contents[0] if len(contents) == 1 else b''.join(contents))
+
+    def _content(self, job: Entry) -> bytes | memoryview:
+        """An entry as it is written: for a chunk its archive, in this thread's memory."""
+        if not isinstance(job, ChunkJob):
+            self._on_bytes(job.length)
+            return job.read()
+        template = self._template(job.dtype, job.box.sizes)
+        start, length = (template.start, template.length) if template else (0, job.nbytes)
+        memory = self._memory(length)
+        if job.nbytes:
+            # its storage is exactly the chunk, all of which torch.save would write
+            out = torch.frombuffer(memory, dtype=job.dtype, count=job.box.numel, offset=start)
+        else:
+            out = torch.empty(0, dtype=job.dtype, device='cpu')
+        self._merger().merge(job, out)
+        self._on_bytes(job.source_bytes)
+        if template is None:
+            return saved(out.view(job.box.sizes))
+        archive = memoryview(memory)[:length]
+        template.fill(archive)
+        return archive
 
     def note_written(self, result: WriteResult) -> None:
-        """Take down where an item, or what is in a batch, was written."""
-        place = result.storage_data
-        numbers = self._batches.get(result.index)
-        if numbers is None:
-            number = int(result.index.fqn)
-            self.places.lengths[number] = place.length
-            numbers = (number,)
-        at = place.offset
-        for number in numbers:
-            self.places.put(number, place.relative_path, at)
+        """Take down where what is in an item was written."""
+        at = result.storage_data.offset
+        for number in self._batches[result.index]:
+            self.places.put(number, result.storage_data.relative_path, at)
             at += self.places.lengths[number]
 
     def _template(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Template | None:
@@ -189,33 +176,22 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
             templates[dtype, sizes] = save_template(dtype, sizes)
         return templates[dtype, sizes]
 
-    def _merged(self, job: ChunkJob) -> torch.Tensor:
-        out = self._buffer(job)
-        self._merger().merge(job, out)
-        self._on_bytes(job.source_bytes)
-        return out
-
     def _merger(self) -> M:
         if not hasattr(self._thread, 'merger'):
             self._thread.merger = self._new_merger()
             self.mergers.append(self._thread.merger)
         return self._thread.merger
 
-    def _buffer(self, job: ChunkJob) -> torch.Tensor:
-        """A tensor over the thread's memory whose storage is exactly the chunk.
-
-        The writer copies a tensor whose storage is larger, and keeps every tensor until its file
-        is complete: with memory of their own the chunks would add up to the rank's share.
-        """
-        if job.nbytes == 0:
-            return torch.empty(0, dtype=job.dtype, device='cpu')
-        if not hasattr(self._thread, 'memory'):
-            self._thread.memory = mmap.mmap(
-                -1, self._largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+    def _memory(self, length: int) -> mmap.mmap:
+        """At least so many bytes, the thread's for one chunk after the other."""
+        memory: mmap.mmap | None = getattr(self._thread, 'memory', None)
+        if memory is None or len(memory) < length:
+            size = max(length, self._largest)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, 'MADV_HUGEPAGE'):  # a tenth of a merge would go into page faults
-                self._thread.memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(self._thread.memory, dtype=job.dtype, count=job.box.numel)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._thread.memory = memory
+        return memory
 
 
 class MergeWriter(FileSystemWriter):
@@ -261,11 +237,12 @@ class MergeWriter(FileSystemWriter):
             written = super().write_data(plan, planner).value()
             if self.failure is None and len(written) != len(plan.items):
                 raise CheckpointError(
-                    f'{self.path}: {len(written)} of {len(plan.items)} entries were written'
+                    f'{self.path}: {len(written)} of {len(plan.items)} items were written'
                 )
             for result in written:
                 planner.note_written(result)
-            entries.set_result([planner.places])  # less to send than a result for each entry
+            # less to send than a result for each entry; none tells that this rank has failed
+            entries.set_result([planner.places] if self.failure is None else [])
         except BaseException as error:
             self._failed(error)
             entries.set_result([])
@@ -335,31 +312,32 @@ def _no_dist(group: dist.ProcessGroup | None) -> dict[str, bool]:
     return {'no_dist': group is None} if known else {}
 
 
-def _batches(share: RankShare) -> dict[MetadataIndex, Sequence[int]]:
-    """By item the numbers of the small chunks that are written in it."""
-    batches: list[array[int]] = []
-    size = _BATCH
-    for number, job in enumerate(share.chunks):
-        if _is_small(job):
-            if size >= _BATCH:
-                batches.append(array('L'))
-                size = 0
-            batches[-1].append(number)
-            size += job.nbytes + _AROUND
-    return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(batches)}
+def _batches(entries: Sequence[Entry], threads: int) -> dict[MetadataIndex, Sequence[int]]:
+    """By item the numbers of the entries that are written in it.
 
-
-def _is_small(job: Entry) -> bool:
-    return isinstance(job, ChunkJob) and 0 < job.nbytes <= _SMALL
-
-
-def _item(number: int, job: Entry) -> WriteItem:
-    """The item of an entry; of a chunk with its size, by which the writer balances threads."""
-    index = MetadataIndex(str(number))
-    if not isinstance(job, ChunkJob):
-        return WriteItem(index, WriteItemType.BYTE_IO)
-    sizes = torch.Size(job.box.sizes)
-    chunk = ChunkStorageMetadata(torch.Size(job.box.offsets), sizes)
-    properties = TensorProperties(dtype=job.dtype)
-    data = TensorWriteData(chunk, properties, sizes)
-    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+    DCP gives items of bytes to its threads by turns, whatever their size. So the order divides the
+    bytes evenly, and a thread with fewer items than another gets empty ones.
+    """
+    batches: list[tuple[int, array[int]]] = []  # with their bytes
+    open_batch, size = array('L'), 0
+    for number, job in enumerate(entries):
+        needed = _AROUND + (job.nbytes if isinstance(job, ChunkJob) else job.length)
+        if needed > _BATCH:
+            batches.append((needed, array('L', [number])))
+            continue
+        if open_batch and size + needed > _BATCH:
+            batches.append((size, open_batch))
+            open_batch, size = array('L'), 0
+        open_batch.append(number)
+        size += needed
+    if open_batch:
+        batches.append((size, open_batch))
+    batches.sort(key=itemgetter(0), reverse=True)
+    loads = [(0, thread) for thread in range(threads)]
+    turns: list[list[Sequence[int]]] = [[] for _ in loads]
+    for needed, batch in batches:
+        done, thread = heapq.heappop(loads)
+        turns[thread].append(batch)
+        heapq.heappush(loads, (done + needed, thread))
+    items = chain.from_iterable(zip_longest(*turns, fillvalue=()))
+    return {MetadataIndex(f'batch {number}'): batch for number, batch in enumerate(items)}

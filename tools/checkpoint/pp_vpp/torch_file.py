@@ -9,21 +9,20 @@ its checksum.
 import errno
 import os
 import struct
-import threading
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
-import numpy
 import torch
 
+from ..common.checksum import crc32, without_torch_checksums
 from ..common.core_classes import WithStandIns
 from ..common.errors import CheckpointError, reading
 from ..common.safe_load import load_torch
+from ..common.tensors import address
 from ..common.zip_record import HEADER, payload_start
 
 _DIRECTORY_ENTRY = struct.Struct('<16xI8xHHH12x')
@@ -115,7 +114,7 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
     with (
         open(path, 'xb', buffering=0) as file,
         closing(_Sink(file, records, wrote)) as sink,
-        _no_computed_checksums(),
+        without_torch_checksums(),
     ):
         try:
             torch.save(trimmed(state), cast(IO[bytes], sink), pickle_module=WithStandIns)
@@ -125,34 +124,6 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
             raise sink.error from None
     with open(path, 'r+b') as written:
         _set_checksums(written, sink.checksums)
-
-
-@contextmanager
-def _no_computed_checksums() -> Iterator[None]:
-    """Keep ``torch.save`` from reading every byte for a checksum.
-
-    The option is the thread's, on older torch the process's: then it must not stay off because one
-    thread saw it while another had turned it off.
-    """
-    with _Checksums.lock:
-        if not _Checksums.writers:
-            _Checksums.before = torch.serialization.get_crc32_options()
-        _Checksums.writers += 1
-        torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        with _Checksums.lock:
-            _Checksums.writers -= 1
-            torch.serialization.set_crc32_options(_Checksums.before)
-
-
-class _Checksums:
-    """What files that are being written share."""
-
-    lock = threading.Lock()
-    writers = 0
-    before = True
 
 
 class _Sink:
@@ -176,10 +147,10 @@ class _Sink:
     def write(self, data: Any) -> int:
         view = memoryview(data).cast('B')
         size = len(view)
-        record = self.records.get((_address(view), size)) if size else None
+        record = self.records.get((address(view), size)) if size else None
         try:
             if record is None:
-                checksum = zlib.crc32(view)
+                checksum = crc32(view)
                 self._write_all(view)
             else:
                 checksum = self._copy(record, size)
@@ -205,7 +176,7 @@ class _Sink:
             if count == 0:
                 raise OSError(errno.EIO, f'{record.path} got shorter while it was read')
             if not record.checksum:
-                checksum = zlib.crc32(block[:count], checksum)
+                checksum = crc32(block[:count], checksum)
             self._write_all(block[:count])
             done += count
         return record.checksum or checksum
@@ -215,10 +186,6 @@ class _Sink:
             count = self.file.write(view)
             self.wrote(count)
             view = view[count:]
-
-
-def _address(view: memoryview) -> int:
-    return numpy.frombuffer(view, numpy.uint8).ctypes.data
 
 
 def _set_checksums(file: BinaryIO, checksums: Mapping[tuple[int, int], int]) -> None:
