@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_overlay.commands import command_of
 from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, TORCH_DIST
+
+from megatron_overlay.commands import command_of
 
 from ..common.directory import find_checkpoint
 from ..common.errors import CheckpointError
