@@ -84,7 +84,7 @@ def test_real_run_with_offload_and_tracker(tmp_path):
         (('fully_reshardable', {4}), 'the next steps are those of the run'),
         (('fully_reshardable', {4, 5}), 'groups disagree on the step'),
         (('fully_reshardable', set()), 'no step is stored'),
-        (('fully_sharded_model_space', {4}), 'first: convert_ckpt_optimizer.py --load-dir c '),
+        (('fully_sharded_model_space', {4}), 'convert_ckpt_optimizer.py --load-dir c '),
         (('fully_reshardable', {4}, 0, 0.0), 'megatron-core stores none'),
         (('fully_reshardable', {4}, 0, None, True), 'by layers is left to megatron-core'),
     ],
