@@ -13,7 +13,7 @@ from ..common.directory import (
     find_checkpoint,
     resolve_checkpoint,
 )
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, reading
 from ..common.paths import (
     CONFIG_NAME,
     METADATA_NAME,
@@ -108,7 +108,8 @@ def prepare(request: ConversionRequest, world_size: int) -> PreparedConversion:
     refuse_inside(target, read_from)
     refuse_threads(request.threads)
     refuse_unstorable(checkpoint.common)
-    planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
+    with reading(directory, 'checkpoint that Megatron wrote'):  # arguments and settings of any type
+        planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
     plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, plan)
     return PreparedConversion(checkpoint, trackers, plan, result)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..common.directory import FSDP
 from ..common.progress import format_bytes, format_rate, format_seconds
 from ..merge.report import Timings
 from .common_state import TARGET
@@ -123,7 +124,8 @@ def report_text(result: ConversionResult) -> str:
 
 def already_text(result: ConversionResult) -> str:
     """Why there is nothing to do."""
+    loads = 'what Megatron-FSDP loads' if result.target == FSDP else 'which loads into any layout'
     return (
-        f'{result.input_dir}: the optimizer state is {result.target} already, which loads into '
-        'any layout; nothing was written'
+        f'{result.input_dir}: the optimizer state is {result.target} already, {loads}; nothing '
+        'was written'
     )
