@@ -47,9 +47,6 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     _check_sizes(checkpoint, places)
     checkpoint.common.state['content_metadata'] = {'singleton_local_shards': False}
     plan = OptimizerPlan({}, [], read_settings(checkpoint), made=random_objects(checkpoint))
-    # Megatron-FSDP leaves it out; nothing is what it is without FP8.
-    keys = {place.key for place in places.values()}
-    plan.made += [MadeBytes(key, archived([None])) for key in names.extra_states(keys)]
     parts: dict[str, dict[Place, str]] = defaultdict(dict)
     for name, place in places.items():
         other = parts[place.key].setdefault(place, name)
@@ -61,6 +58,8 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     for key, of_key in parts.items():
         _check_complete(checkpoint, names, key, of_key)
         _add_tensors(checkpoint, plan, key, of_key)
+    # Megatron-FSDP leaves it out; nothing is what it is without FP8.
+    plan.made += [MadeBytes(key, archived([None])) for key in names.extra_states(parts)]
     with_state = [name for name in checkpoint.weights if name in checkpoint.states]
     elements = sum(math.prod(checkpoint.weights[name].shape) for name in with_state)
     plan.positions = [Position('parameters by name', len(with_state), elements, 0)]
@@ -148,13 +147,13 @@ def _check_complete(
     checkpoint: FsdpCheckpoint, names: Names, key: str, of_key: Mapping[Place, str]
 ) -> None:
     """All layers, experts and halves of a tensor are there, alike."""
-    expected = {place: name for name, place in names.names(key)}
-    for place in of_key.keys() - expected.keys():
-        raise CheckpointError(
-            f'{checkpoint.directory}: model.module.{of_key[place]}: args tell of {names.layers} '
-            f'layers and {names.experts} experts, of which it is none'
-        )
-    for place, name in expected.items():
+    for place, name in of_key.items():
+        if place.layer >= names.layers or place.expert >= names.experts:
+            raise CheckpointError(
+                f'{checkpoint.directory}: model.module.{name}: args tell of {names.layers} layers '
+                f'and {names.experts} experts, of which it is none'
+            )
+    for name, place in names.names(key):  # up to the first that is missing: any number is in args
         if place not in of_key:
             raise CheckpointError(
                 f'{checkpoint.directory}: no model.module.{name}, which with '

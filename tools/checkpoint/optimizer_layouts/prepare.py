@@ -11,7 +11,7 @@ from ..common.directory import (
     FoundCheckpoint,
     find_checkpoint_of,
 )
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, reading
 from ..common.paths import (
     CONFIG_NAME,
     METADATA_NAME,
@@ -79,7 +79,8 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
     refuse_target(target, trackers, request.dry_run, 'the iteration', 'give another --save-dir')
     refuse_inside(target, read_from)
     refuse_unstorable(checkpoint.common)
-    planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
+    with reading(directory, 'checkpoint that Megatron wrote'):  # arguments and settings of any type
+        planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
     plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, planned, plan)
     return Prepared(plan, result, trackers, [directory])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..common.directory import FSDP
 from ..common.progress import format_bytes
 from ..merge.report import Result, figure_lines
 from .common_state import TARGET
@@ -51,9 +52,12 @@ class ConversionResult(Result):
 def plan_text(result: ConversionResult) -> str:
     """The plan: what is stored at which position, and what is written where."""
     if result.already:
+        loads = (
+            'what Megatron-FSDP loads' if result.target == FSDP else 'which loads into any layout'
+        )
         return (
-            f'{result.input_dir}: the optimizer state is {result.target} already, which loads into '
-            'any layout; nothing was written'
+            f'{result.input_dir}: the optimizer state is {result.target} already, {loads}; nothing '
+            'was written'
         )
     lines = [f'input: {result.input_dir}, optimizer state {result.format}']
     lines += [

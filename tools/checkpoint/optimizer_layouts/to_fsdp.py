@@ -167,6 +167,12 @@ def _parameters(
                 f'{checkpoint.directory}: {key}: not known as a tensor of a GPT model; how '
                 'fsdp_dtensor stores it is not known here'
             )
+        counts = [names.layers] * (place.layer >= 0) + [names.experts] * (place.expert >= 0)
+        if [*entry.shape[: len(counts)]] != counts:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key} is {list(entry.shape)}, expected {counts} along '
+                'its first axes, by the saved arguments'
+            )
         rows = entry.shape[len(place.axes)] // (2 if place.half >= 0 else 1)
         if place.half >= 0 and entry.shape[len(place.axes)] % 2:
             raise CheckpointError(
@@ -176,12 +182,6 @@ def _parameters(
         sizes = (*(1 for _ in place.axes), rows)
         rest = entry.shape[len(sizes) :]
         yield name, place, Box((*offsets, *(0 for _ in rest)), (*sizes, *rest))
-    counts = [names.layers] * (place.layer >= 0) + [names.experts] * (place.expert >= 0)
-    if [*entry.shape[: len(counts)]] != counts:
-        raise CheckpointError(
-            f'{checkpoint.directory}: {key} is {list(entry.shape)}, expected {counts} along its '
-            'first axes, by the saved arguments'
-        )
 
 
 def _stored(checkpoint: Checkpoint, key: str, axes: int, has_state: bool) -> dict[str, _Stored]:

@@ -1,16 +1,26 @@
 """Conversion of fsdp_dtensor checkpoints: damage, refusals, the command line, other commands."""
 
+import io
 import json
 import pickle
 import shutil
+import subprocess
+import sys
+from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tests.unit_tests.tools.checkpoint.fsdp_twins import (
@@ -23,10 +33,18 @@ from tests.unit_tests.tools.checkpoint.fsdp_twins import (
 )
 from tests.unit_tests.tools.checkpoint.handmade import tree
 from tests.unit_tests.tools.checkpoint.optimizer_twins import differences, read_all, same
-from tests.unit_tests.tools.checkpoint.test_convert_optimizer import flip_bit, refused
+from tests.unit_tests.tools.checkpoint.test_convert_optimizer import (
+    KILLED,
+    REPOSITORY,
+    change_common_state,
+    flip_bit,
+    refused,
+    set_argument,
+)
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
+from tools.checkpoint.optimizer_layouts.fsdp_names import names_of_model
 
 STATE = 'optimizer.state.module.module.module.'
 META = 'optimizer.param_to_group_meta.module.module.module.'
@@ -162,21 +180,140 @@ def test_models_that_are_not_known(source, tmp_path, name, value, told):
 
 
 def set_arguments(root: Path, **changed) -> None:
-    directory = root / 'iter_0000003'
-    storage = FileSystemReader(directory).read_metadata().storage_data
-    place = storage[MetadataIndex('args')]
-    content = (directory / place.relative_path).read_bytes()[place.offset :][: place.length]
-    (directory / 'own.distcp').write_bytes(content)
-    args = torch.load(directory / 'own.distcp', weights_only=False)
+    args = read_object_of(root, 'args')
     vars(args).update(changed)
-    torch.save(args, directory / 'own.distcp')
+    put_object(root, 'args', args)
+
+
+def read_object_of(root: Path, key: str):
+    directory = root / 'iter_0000003'
+    place = FileSystemReader(directory).read_metadata().storage_data[MetadataIndex(key)]
+    content = (directory / place.relative_path).read_bytes()[place.offset :][: place.length]
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def put_object(root: Path, key: str, value) -> None:
+    """Store another object under a key, in a file of its own."""
+    file = root / 'iter_0000003' / 'own.distcp'
+    torch.save(value, file)
 
     def point(metadata):
-        own = metadata.storage_data[MetadataIndex('args')]
-        own.relative_path, own.offset = 'own.distcp', 0
-        own.length = (directory / 'own.distcp').stat().st_size
+        own = metadata.storage_data[MetadataIndex(key)]
+        own.relative_path, own.offset, own.length = file.name, 0, file.stat().st_size
 
     edit(root, point)
+
+
+@pytest.mark.parametrize(
+    ('key', 'value'),
+    [
+        (f'{META}decoder.final_layernorm.weight.wd_mult', None),
+        (f'{META}decoder.final_layernorm.weight.wd_mult', 'x'),
+        ('args', {'spec': torch.zeros(3)}),
+        ('args', {'num_experts': 'four'}),
+    ],
+)
+def test_settings_of_another_make(source, tmp_path, key, value):
+    if key == 'args':
+        set_arguments(source, **value)
+    else:
+        put_object(source, key, value)
+    refused(source, tmp_path, 'no checkpoint that Megatron wrote, or damaged')
+
+
+@pytest.mark.parametrize('to', ['torch_dist', 'fsdp_dtensor'])
+def test_more_experts_than_could_be_counted(twins, tmp_path, to):
+    of = twins.fsdp if to == 'torch_dist' else twins.torch_dist
+    source = Path(shutil.copytree(of, tmp_path / 'source'))
+    if to == 'torch_dist':
+        set_arguments(source, num_experts=2**40)
+    else:
+        set_argument(source, 'num_experts', 2**40)
+    with pytest.raises(CheckpointError, match=r'local_experts\.4\.|expected \[2, 1099511627776\]'):
+        convert_optimizer(source, tmp_path / 'out', to=to)
+
+
+def test_experts_with_settings_of_their_own(twins, tmp_path):
+    """Megatron-FSDP has no group for them."""
+    source = Path(shutil.copytree(twins.torch_dist, tmp_path / 'source'))
+
+    def give_experts_a_group(state):
+        groups = state['optimizer']['optimizer']['param_groups']
+        groups.append({**groups[0], 'is_expert_parallel': True, 'max_lr': 1.0})
+
+    change_common_state(source, give_experts_a_group)
+    with pytest.raises(CheckpointError, match='max_lr of experts and of others differ'):
+        convert_optimizer(source, tmp_path / 'out', to='fsdp_dtensor')
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_depth_lacks_a_weight(tmp_path):
+    """Of multi-token prediction: its layers aren't stacked, so that no shape tells."""
+    keys = [f'mtp.layers.{depth}.{part}.weight' for depth in (0, 1) for part in ('enorm', 'hnorm')]
+    keys += ['decoder.final_layernorm.weight', 'decoder.layers.0.mlp.linear_fc1.weight']
+    args = Namespace(num_layers=1, mtp_num_layers=2, transformer_impl='local')
+    for names in (keys, [key for key in keys if key != 'mtp.layers.1.hnorm.weight']):
+        entry = TensorStorageMetadata(TensorProperties(), torch.Size([4]), [])
+        metadata = Metadata({f'model.module.{name}': entry for name in names})
+        layout = layout_from_metadata(metadata)
+        if names == keys:
+            assert names_of_model(args, layout, tmp_path).layers == 1
+        else:
+            with pytest.raises(CheckpointError, match=r'no mtp\.layers\.1\.hnorm\.weight, which'):
+                names_of_model(args, layout, tmp_path)
+
+
+@pytest.mark.parametrize('part', ['decoder.final_layernorm.', 'embedding.'])
+def test_frozen_parameters(twins, source, tmp_path, part):
+    """They have neither state nor settings, and stay so in both directions."""
+    for prefix in (STATE, META):
+        rename(source, f'{prefix}{part}', None)
+    result = convert_optimizer(source, tmp_path / 'out', verify=True)
+    assert result.without_state and all(name.startswith(part) for name in result.without_state)
+    found = differences(tmp_path / 'out', twins.torch_dist)
+    assert {name.rpartition(part)[0] for name in found if part in name} == {
+        '',  # the weight itself, in the dtype that it was stored in
+        *(f'only one has optimizer.state.{state}.' for state in ('param', 'exp_avg', 'exp_avg_sq')),
+    }
+    assert [name for name in found if part not in name] == LEFT_OUT
+    convert_optimizer(tmp_path / 'out', tmp_path / 'back', to='fsdp_dtensor')
+    found = fsdp_differences(tmp_path / 'back', source)
+    assert [name for name in found if 'rng_state' not in name] == []
+
+
+def test_a_run_that_made_no_step(twins, source, tmp_path):
+    """With fp16 the first steps are skipped until the loss scale fits: settings, and no state."""
+    rename(source, STATE, None)
+    result = convert_optimizer(source, tmp_path / 'out')
+    assert result.warnings[0].startswith('no optimizer state')
+    tensors, common = read_all(tmp_path / 'out')
+    assert not any(key.startswith('optimizer') for key in tensors) and 'optimizer' not in common
+
+
+def test_the_loss_scale_is_told_of(source, tmp_path):
+    set_arguments(source, bf16=False, fp16=True)
+    (warning,) = convert_optimizer(source, tmp_path / 'out').warnings
+    assert 'does not store the loss scale' in warning
+    (_, warning) = convert_optimizer(
+        tmp_path / 'out', tmp_path / 'back', to='fsdp_dtensor'
+    ).warnings
+    assert 'does not load a loss scale' in warning
+
+
+@pytest.mark.parametrize('to', ['torch_dist', 'fsdp_dtensor'])
+def test_killed_and_run_again(twins, tmp_path, to):
+    source = twins.fsdp if to == 'torch_dist' else twins.torch_dist
+    out = tmp_path / 'out'
+    program = KILLED.replace('sys.argv[2])', f"sys.argv[2], to='{to}')")
+    command = [sys.executable, '-c', program, str(source), str(out), 'synced']
+    killed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    assert not (out / 'iter_0000003').exists()
+    convert_optimizer(source, out, to=to)
+    assert sorted(path.name for path in out.iterdir()) == [
+        'iter_0000003',
+        'latest_checkpointed_iteration.txt',
+    ]
 
 
 def test_a_weight_that_is_not_its_main_parameter(twins, tmp_path):
@@ -210,7 +347,8 @@ def test_command_line(twins, tmp_path, capsys):
     assert json.loads(report.read_text())['target'] == 'fully_reshardable' and not out.exists()
     assert 'optimizer state fsdp_dtensor' in capsys.readouterr().out
     assert main([*arguments, '--to', 'fsdp_dtensor']) == 0
-    assert 'fsdp_dtensor already' in capsys.readouterr().out and not out.exists()
+    told = capsys.readouterr().out
+    assert 'fsdp_dtensor already, what Megatron-FSDP loads' in told and not out.exists()
     arguments = ['--load-dir', str(twins.torch_dist), '--save-dir', str(out)]
     assert main([*arguments, '--to', 'fsdp_dtensor', '--iteration', '3']) == 0
     told = capsys.readouterr().out

@@ -196,10 +196,14 @@ def test_quantised_weights(source, tmp_path):
 
 
 def set_argument(root: Path, name: str, value: object) -> None:
-    """Change saved arguments: the common state moves to a file of its own."""
+    change_common_state(root, lambda state: setattr(state['args'], name, value))
+
+
+def change_common_state(root: Path, change) -> None:
+    """Change the common state, which moves to a file of its own."""
     directory = resolve_checkpoint(root)
     checkpoint = read_checkpoint(directory)
-    setattr(checkpoint.common.state['args'], name, value)
+    change(checkpoint.common.state)
     torch.save(checkpoint.common.state, directory / 'common.pt')
 
     def leave_out(metadata):
