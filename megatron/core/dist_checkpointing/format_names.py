@@ -1,7 +1,7 @@
 """Names that checkpoints, arguments and messages have for formats, and for kinds of models."""
 
 # Of a checkpoint, as in `--ckpt-format`.
-TORCH_DIST, FSDP_DTENSOR, LEGACY = 'torch_dist', 'fsdp_dtensor', 'torch'
+TORCH_DIST, FSDP_DTENSOR, TORCH_DCP, LEGACY = 'torch_dist', 'fsdp_dtensor', 'torch_dcp', 'torch'
 
 # Of the distributed optimizer's state: by parameter, in the buckets of the ranks that saved it
 # (core's default), and by parameter with all axes as one (its default up to core 0.14).

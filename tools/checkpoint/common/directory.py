@@ -17,6 +17,12 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     kind_of,
     parse_key,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    LEGACY,
+    TORCH_DCP,
+    TORCH_DIST,
+)
 
 from .errors import CheckpointError, one_line
 from .exchange import UNPUBLISHED
@@ -38,8 +44,6 @@ from .paths import (
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
-
-LEGACY, DISTRIBUTED, FSDP, DCP = 'torch', 'torch_dist', 'fsdp_dtensor', 'torch_dcp'
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is none; the message says what was found instead
     """
-    return find_checkpoint_of(path, DISTRIBUTED).directory
+    return find_checkpoint_of(path, TORCH_DIST).directory
 
 
 def find_checkpoint_of(path: str | Path, *formats: str) -> FoundCheckpoint:
@@ -135,7 +139,7 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
             'the other was in place; run that conversion again'
         )
     if CONFIG_NAME in names:
-        return DISTRIBUTED, None
+        return TORCH_DIST, None
     if any(name.startswith('mp_rank_') for name in names):
         return LEGACY, None
     if METADATA_NAME not in names:
@@ -145,14 +149,14 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
     metadata = _read_metadata(directory)
     keys = metadata.state_dict_metadata
     if is_of_fsdp(keys):
-        return FSDP, metadata
+        return FSDP_DTENSOR, metadata
     wrappers = {parse_key(key).prefix for key in keys if key.startswith('model')}
     embedded = any(kind_of(key) == COMMON for key in keys)
     if embedded or COMMON_FILE in names or not any(wrappers):
         raise CheckpointError(
             f'{directory}: no {CONFIG_NAME}: an unfinished checkpoint, its save was cut short'
         )
-    return DCP, metadata
+    return TORCH_DCP, metadata
 
 
 def _read_metadata(directory: Path) -> 'Metadata':

@@ -14,6 +14,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     is_extra_state,
     kind_of,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import TORCH_DIST
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -27,8 +28,6 @@ from ..common.paths import COMMON_FILE, CONFIG_NAME, METADATA_NAME
 from ..common.stored import COMMON_KEY, Slice, check_files, stored_file
 from ..common.tensors import dtype_name
 from .geometry import Box, tiling_fault
-
-FORMAT = 'torch_dist'
 
 FLOAT8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _AVERAGED_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64} | FLOAT8_DTYPES
@@ -197,8 +196,8 @@ def read_config(directory: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f'{file}: no readable JSON: {one_line(error)}') from error
     found = config.get('sharded_backend') if isinstance(config, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f'{file}: format {shown(found)}, expected {FORMAT!r}')
+    if found != TORCH_DIST:
+        raise CheckpointError(f'{file}: format {shown(found)}, expected {TORCH_DIST!r}')
     version = config.get('sharded_backend_version', 1)
     if isinstance(version, bool) or version != 1:
         raise CheckpointError(

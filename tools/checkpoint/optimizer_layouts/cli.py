@@ -4,8 +4,9 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, TORCH_DIST
+
 from ..common.arguments import local_path, natural
-from ..common.directory import DISTRIBUTED, FSDP
 from ..common.stdout import complain
 from ..merge import command
 
@@ -49,8 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         '--to',
-        choices=[DISTRIBUTED, FSDP],
-        default=DISTRIBUTED,
+        choices=[TORCH_DIST, FSDP_DTENSOR],
+        default=TORCH_DIST,
         help='format of the output (default: %(default)s, with fully_reshardable optimizer state)',
     )
     command.add_trust(parser)

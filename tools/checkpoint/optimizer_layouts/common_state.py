@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..merge.common_state import CommonState
+from megatron_overlay.standalone.dist_checkpointing.format_names import FULLY_RESHARDABLE
 
-TARGET = 'fully_reshardable'
+from ..merge.common_state import CommonState
 
 
 def converted_common_state(
@@ -17,9 +17,11 @@ def converted_common_state(
         common: of the input
         settings: of each optimizer of the chain
     """
-    optimizers = [{**setting, 'param_state_sharding_type': TARGET} for setting in settings]
+    optimizers = [
+        {**setting, 'param_state_sharding_type': FULLY_RESHARDABLE} for setting in settings
+    ]
     content = {
-        'distrib_optim_sharding_type': TARGET,
+        'distrib_optim_sharding_type': FULLY_RESHARDABLE,
         'distrib_optim_fully_reshardable_mem_efficient': False,
         'chained_optim_avoid_prefix': True,
     }

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 
-from ..common.directory import FSDP
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FLATTENED,
+    FSDP_DTENSOR,
+    IN_BUCKETS,
+)
+
 from ..common.errors import CheckpointError
 from . import dp_reshardable, fsdp_dtensor, model_space
 from .checkpoint import Checkpoint
 from .plan import OptimizerPlan
 
 FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
-    'dp_reshardable': dp_reshardable.plan_optimizer,
-    'fully_sharded_model_space': model_space.plan_optimizer,
-    FSDP: fsdp_dtensor.plan_optimizer,
+    IN_BUCKETS: dp_reshardable.plan_optimizer,
+    FLATTENED: model_space.plan_optimizer,
+    FSDP_DTENSOR: fsdp_dtensor.plan_optimizer,
 }
 
 

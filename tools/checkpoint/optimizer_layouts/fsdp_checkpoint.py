@@ -18,6 +18,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     parse_key,
 )
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, TORCH_DIST
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -26,12 +27,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..common.dcp_metadata import load_dcp_metadata
-from ..common.directory import FSDP
 from ..common.errors import CheckpointError, reading
 from ..common.paths import METADATA_NAME
 from ..common.stored import read_object
 from ..merge.common_state import CommonState
-from ..merge.source import FORMAT, Places, Slice, TensorEntry, tensor_entry
+from ..merge.source import Places, Slice, TensorEntry, tensor_entry
 from .checkpoint import Checkpoint, check_entries
 
 _COMMON = re.compile(r'(?:(opt_param_scheduler)\.)?([^.]+)')
@@ -63,9 +63,9 @@ def read_fsdp_checkpoint(directory: Path, *, trust: bool = False) -> FsdpCheckpo
     metadata = load_dcp_metadata(directory, trust=trust)
     checkpoint = FsdpCheckpoint(
         directory,
-        {'sharded_backend': FORMAT, 'sharded_backend_version': 1},
+        {'sharded_backend': TORCH_DIST, 'sharded_backend_version': 1},
         CommonState({}, directory),
-        format=FSDP,
+        format=FSDP_DTENSOR,
     )
     common: dict[str, Slice] = {}
     with reading(directory / METADATA_NAME, 'metadata of fsdp_dtensor'):  # fields of any type

@@ -17,8 +17,8 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     PARAM,
     state_key,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import TORCH_DIST
 
-from ..common.directory import DISTRIBUTED
 from ..merge.geometry import Box
 from ..merge.plan import (
     ChunkJob,
@@ -127,7 +127,7 @@ class OptimizerPlan:
     padding: int = 0
     without_state: list[str] = field(default_factory=list)
     made: list[MadeBytes] = field(default_factory=list)
-    format: str = DISTRIBUTED
+    format: str = TORCH_DIST
     notes: list[str] = field(default_factory=list)
 
 
@@ -168,7 +168,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
     common state where objects of their own keep it.
     """
     plan = MergePlan(tensors=optimizer.tensors, byte_entries=[*optimizer.made])
-    if optimizer.format == DISTRIBUTED:
+    if optimizer.format == TORCH_DIST:
         plan.config = checkpoint.config
         plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
         plan.reshaped = {

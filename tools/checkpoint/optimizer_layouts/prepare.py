@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    FULLY_RESHARDABLE,
+    TORCH_DIST,
+)
 
 from ..common.directory import (
-    DISTRIBUTED,
-    FSDP,
     FoundCheckpoint,
     find_checkpoint_of,
 )
@@ -26,7 +29,6 @@ from ..merge.plan import MergePlan
 from ..merge.report import refuse_report
 from ..merge.request import Request
 from .checkpoint import Checkpoint, read_checkpoint
-from .common_state import TARGET
 from .formats import plan_optimizer
 from .fsdp_checkpoint import read_fsdp_checkpoint
 from .plan import OptimizerPlan, make_plan
@@ -48,7 +50,7 @@ class ConversionRequest(Request):
     load_dir: Path
     save_dir: Path
     iteration: int | None = None
-    to: str = DISTRIBUTED
+    to: str = TORCH_DIST
 
 
 def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionResult]:
@@ -59,7 +61,7 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
     """
     found = _input(request)
     directory = found.directory
-    read = read_fsdp_checkpoint if found.format == FSDP else read_checkpoint
+    read = read_fsdp_checkpoint if found.format == FSDP_DTENSOR else read_checkpoint
     checkpoint = read(directory, trust=request.trust_checkpoints)
     target, trackers = output_target(request.save_dir, _iteration(checkpoint))
     read_from = {directory: f'the input {directory}'}
@@ -69,7 +71,7 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
         input_dir=directory,
         output_dir=target,
         format=checkpoint.format,
-        target=FSDP if request.to == FSDP else TARGET,
+        target=FSDP_DTENSOR if request.to == FSDP_DTENSOR else FULLY_RESHARDABLE,
         world_size=world_size,
         dry_run=request.dry_run,
     )
@@ -80,7 +82,9 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
     refuse_inside(target, read_from)
     refuse_unstorable(checkpoint.common)
     with reading(directory, 'checkpoint that Megatron wrote'):  # arguments and settings of any type
-        planned = plan_fsdp(checkpoint) if request.to == FSDP else plan_optimizer(checkpoint)
+        planned = (
+            plan_fsdp(checkpoint) if request.to == FSDP_DTENSOR else plan_optimizer(checkpoint)
+        )
     plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, planned, plan)
     return Prepared(plan, result, trackers, [directory])
@@ -97,7 +101,7 @@ def _input(request: ConversionRequest) -> FoundCheckpoint:
                 f'{path}: the directory of one checkpoint, and not of iteration {iteration}; '
                 'leave out --iteration, or give the root'
             )
-    return find_checkpoint_of(path, DISTRIBUTED, FSDP)
+    return find_checkpoint_of(path, TORCH_DIST, FSDP_DTENSOR)
 
 
 def _iteration(checkpoint: Checkpoint) -> int:
@@ -118,7 +122,7 @@ def _fill_result(result: ConversionResult, optimizer: OptimizerPlan, plan: Merge
     main = [
         job
         for job in optimizer.chunks
-        if (job.proof if optimizer.format == FSDP else parse_key(job.key).state == PARAM)
+        if (job.proof if optimizer.format == FSDP_DTENSOR else parse_key(job.key).state == PARAM)
     ]
     result.tensors = len(optimizer.tensors)
     result.elements = sum(job.box.numel for job in main)

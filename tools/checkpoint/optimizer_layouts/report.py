@@ -3,10 +3,13 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..common.directory import FSDP
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    FULLY_RESHARDABLE,
+)
+
 from ..common.progress import format_bytes
 from ..merge.report import Result, figure_lines
-from .common_state import TARGET
 from .plan import Position
 
 _MOST_POSITIONS = 16
@@ -35,7 +38,7 @@ class ConversionResult(Result):
 
     input_dir: Path
     format: str
-    target: str = TARGET
+    target: str = FULLY_RESHARDABLE
     tensors: int = 0
     elements: int = 0
     copies: int = 0
@@ -53,7 +56,9 @@ def plan_text(result: ConversionResult) -> str:
     """The plan: what is stored at which position, and what is written where."""
     if result.already:
         loads = (
-            'what Megatron-FSDP loads' if result.target == FSDP else 'which loads into any layout'
+            'what Megatron-FSDP loads'
+            if result.target == FSDP_DTENSOR
+            else 'which loads into any layout'
         )
         return (
             f'{result.input_dir}: the optimizer state is {result.target} already, {loads}; nothing '

@@ -17,15 +17,18 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     parse_key,
     state_key,
 )
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FSDP_DTENSOR,
+    FULLY_RESHARDABLE,
+    NO_STATE,
+)
 
-from ..common.directory import FSDP
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box, runs
 from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
 from .archived import archived
 from .checkpoint import Checkpoint
-from .common_state import TARGET
 from .fsdp_checkpoint import STATES, STEP
 from .fsdp_names import Names, Place, names_of_model
 from .fsdp_settings import scales_loss
@@ -74,7 +77,7 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
     assert checkpoint.layout is not None
     names = names_of_model(checkpoint.args, checkpoint.layout, checkpoint.directory)
     _refuse_formats(checkpoint)
-    plan = OptimizerPlan({}, [], [], format=FSDP)
+    plan = OptimizerPlan({}, [], [], format=FSDP_DTENSOR)
     with_state = _weights_with_state(checkpoint)
     elements = 0
     parameters: dict[str, tuple[Place, tuple[int, ...]]] = {}
@@ -111,10 +114,10 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
 
 
 def _refuse_formats(checkpoint: Checkpoint) -> None:
-    if checkpoint.format not in (TARGET, 'none'):
+    if checkpoint.format not in (FULLY_RESHARDABLE, NO_STATE):
         raise CheckpointError(
             f'{checkpoint.directory}: the optimizer state is {checkpoint.format!r}, expected '
-            f'{TARGET}: convert it to that first, with --to torch_dist'
+            f'{FULLY_RESHARDABLE}: convert it to that first, with --to torch_dist'
         )
     content = checkpoint.common.state.get('content_metadata')
     if isinstance(content, Mapping) and content.get('singleton_local_shards'):
