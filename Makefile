@@ -5,7 +5,7 @@ MEGATRON_CORE ?= 0.19.2
 TORCH ?=
 PYTHON ?= python3.12
 VENV ?= .venv$(if $(filter-out 0.19.2,$(MEGATRON_CORE)),-$(MEGATRON_CORE))$(if $(TORCH),-torch-$(TORCH))
-# Seen to pass on the oldest torch, file by file.
+# What uses most of torch; CI runs these on the oldest one.
 TOOLS := $(filter-out %_real.py,$(wildcard $(addprefix tests/unit_tests/tools/checkpoint/, \
     test_weighted_merge*.py test_merge_*.py test_inspect_*.py common/test_*.py)))
 TESTS ?= $(if $(TORCH),$(TOOLS))
