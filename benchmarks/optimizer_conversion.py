@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 GB = 1e9
-PARTS = ('speed', 'growth', 'ranks')
+PARTS = ('speed', 'growth', 'ranks', 'fsdp')
 SHARES = 2  # data-parallel ranks that saved
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
@@ -123,8 +123,12 @@ def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]]) -> Non
             no_dist=True,
             storage_writer=dcp.FileSystemWriter(directory, thread_count=2, sync_files=False),
         )
+    layers = next(shape[0] for key, shape in shapes.items() if key.startswith('decoder.layers.'))
     common = {
         'iteration': 1,
+        'args': argparse.Namespace(
+            num_layers=layers, transformer_impl='transformer_engine', bf16=True
+        ),
         'optimizer': {'param_state_sharding_type': 'dp_reshardable'},
         'content_metadata': {'distrib_optim_sharding_type': 'dp_reshardable'},
     }
@@ -155,45 +159,69 @@ def copy_seconds(root: Path, source: Path) -> float:
     return seconds
 
 
-def conversion(root: Path, source: Path, ranks: int = 1) -> dict:
-    """The report of one conversion in processes of its own."""
+def conversion(root: Path, source: Path, ranks: int = 1, *options: str) -> dict:
+    """The report of one conversion in processes of its own; its output is ``root / 'out'``."""
     tool = [str(REPOSITORY / 'tools/checkpoint/convert_ckpt_optimizer.py')]
     launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={ranks}']
     report, out = root / 'report.json', root / 'out'
-    arguments = ['--load-dir', source, '--save-dir', out, '--report-json', report]
+    arguments = ['--load-dir', source, '--save-dir', out, '--report-json', report, *options]
+    shutil.rmtree(out, ignore_errors=True)
     subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), *tool, *map(str, arguments)],
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    shutil.rmtree(out)
     return json.loads(report.read_text())
 
 
-def best(root: Path, source: Path, runs: int, ranks: int = 1) -> dict:
+def best(root: Path, source: Path, runs: int, ranks: int = 1, *options: str) -> dict:
     """The fastest of several."""
     return min(
-        (conversion(root, source, ranks) for _ in range(runs)),
+        (conversion(root, source, ranks, *options) for _ in range(runs)),
         key=lambda report: report['timings']['total'],
     )
 
 
 def speed(parent: Path, runs: int, rows: list[str]) -> None:
     """Against ``cp`` of the same checkpoint in the same run."""
-    rows += [
-        '| checkpoint | `cp`, s | conversion, s | ratio | memory above Python and torch, MiB |'
-    ]
-    rows += ['|---|---|---|---|---|']
+    rows += against_copy_header('checkpoint')
     for sizes in ((8, 768, 16384), (8, 1536, 32768)):
         with checkpoint(parent, *sizes) as (root, source, _):
-            copied = min(copy_seconds(root, source) for _ in range(runs))
-            report = best(root, source, runs)
-            total, memory = report['timings']['total'], max(report['conversion_memory'])
-            rows.append(
-                f'| {report["content_bytes"] / GB:.2f} GB | {copied:.2f} | {total:.2f} '
-                f'| {total / copied:.2f} | {memory / 2**20:.0f} |'
-            )
+            rows.append(against_copy('', root, source, runs))
+
+
+def against_copy_header(first: str) -> list[str]:
+    """Head of a table of such rows."""
+    return [
+        f'| {first} | `cp`, s | conversion, s | ratio | memory above Python and torch, MiB |',
+        '|---|---|---|---|---|',
+    ]
+
+
+def against_copy(name: str, root: Path, source: Path, runs: int, *options: str) -> str:
+    """One conversion's row; its name and size of the output first."""
+    copied = min(copy_seconds(root, source) for _ in range(runs))
+    report = best(root, source, runs, 1, *options)
+    total, memory = report['timings']['total'], max(report['conversion_memory'])
+    return (
+        f'| {name}{report["content_bytes"] / GB:.2f} GB | {copied:.2f} | {total:.2f} '
+        f'| {total / copied:.2f} | {memory / 2**20:.0f} |'
+    )
+
+
+def fsdp(parent: Path, runs: int, rows: list[str]) -> None:
+    """To Megatron-FSDP's format and back, against ``cp`` of what is read."""
+    rows += against_copy_header('conversion')
+    with checkpoint(parent, 8, 768, 16384) as (root, source, _):
+        conversion(root, source)
+        for name, to in (
+            ('`torch_dist` to `fsdp_dtensor`', 'fsdp_dtensor'),
+            ('and back', 'torch_dist'),
+        ):
+            shutil.rmtree(source)
+            (root / 'out/iter_0000001').rename(source)
+            rows.append(against_copy(f'{name}, ', root, source, runs, '--to', to))
 
 
 def growth(parent: Path, runs: int, rows: list[str]) -> None:

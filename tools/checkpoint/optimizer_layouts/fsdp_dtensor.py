@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 
-from ..common.errors import CheckpointError, shown
+from ..common.errors import CheckpointError
 from ..merge.geometry import Box
 from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
@@ -34,12 +34,6 @@ def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
     assert isinstance(checkpoint, FsdpCheckpoint) and checkpoint.layout is not None
     args: Any = checkpoint.args
     names = names_of_model(args, checkpoint.layout, checkpoint.directory)
-    if getattr(args, 'pipeline_model_parallel_size', 1) != 1:
-        raise CheckpointError(
-            f'{checkpoint.directory}: args.pipeline_model_parallel_size is '
-            f'{shown(args.pipeline_model_parallel_size)}: names in fsdp_dtensor count the layers '
-            'of a stage, so those of several stages are stored under the same names'
-        )
     if not checkpoint.states:
         checkpoint.settings = {}  # no step was made, with fp16 all of the first ones are skipped
     places = {name: _place(checkpoint, names, name) for name in checkpoint.weights}

@@ -164,7 +164,7 @@ def test_halves_that_arguments_do_not_know(source, tmp_path):
 @pytest.mark.parametrize(
     ('name', 'value', 'told'),
     [
-        ('pipeline_model_parallel_size', 2, 'under the same names'),
+        ('num_layers', 4, '2 layers are stored, args.num_layers is 4'),
         ('multi_latent_attention', True, 'are those of other attention'),
         ('mla_down_proj_fusion', True, 'a fused down projection'),
         ('mtp_num_layers', 1, '0 depths of multi-token prediction'),
@@ -261,6 +261,23 @@ def test_a_depth_lacks_a_weight(tmp_path):
         else:
             with pytest.raises(CheckpointError, match=r'no mtp\.layers\.1\.hnorm\.weight, which'):
                 names_of_model(args, layout, tmp_path)
+
+
+def test_pipeline_stages_go_there_and_back(tmp_path):
+    """Megatron-FSDP has none, and numbers layers through."""
+    root = tmp_path / 'stages'
+    arguments = ['--bf16', '--swiglu', *DDP, '--pipeline-model-parallel-size', '2']
+    task = {
+        'name': 'stages',
+        'kind': 'gpt',
+        'arguments': [*arguments, '--train-iters', '3', '--save', str(root)],
+        'result': str(tmp_path / 'record'),
+    }
+    launch(2, [task], tmp_path / 'tasks.json')
+    read_records(tmp_path / 'record')
+    convert_optimizer(root, tmp_path / 'fsdp', to='fsdp_dtensor')
+    convert_optimizer(tmp_path / 'fsdp', tmp_path / 'back')
+    assert differences(tmp_path / 'back', root) == LEFT_OUT
 
 
 @pytest.mark.parametrize('part', ['decoder.final_layernorm.', 'embedding.'])
