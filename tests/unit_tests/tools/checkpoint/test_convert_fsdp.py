@@ -234,7 +234,7 @@ def test_more_experts_than_could_be_counted(twins, tmp_path, to):
 
 
 def test_experts_with_settings_of_their_own(twins, tmp_path):
-    """Megatron-FSDP has no group for them."""
+    """Megatron-FSDP has no group for them, so that they have to be those of the others."""
     source = Path(shutil.copytree(twins.torch_dist, tmp_path / 'source'))
 
     def give_experts_a_group(state):
@@ -245,6 +245,16 @@ def test_experts_with_settings_of_their_own(twins, tmp_path):
     with pytest.raises(CheckpointError, match='max_lr of experts and of others differ'):
         convert_optimizer(source, tmp_path / 'out', to='fsdp_dtensor')
     assert not (tmp_path / 'out').exists()
+
+    def in_another_order(state):
+        groups = state['optimizer']['optimizer']['param_groups']
+        same = {**groups[0], 'is_expert_parallel': True}
+        groups[-1] = dict(reversed(same.items()))
+
+    change_common_state(source, in_another_order)
+    convert_optimizer(source, tmp_path / 'out', to='fsdp_dtensor')
+    found = fsdp_differences(tmp_path / 'out', twins.fsdp)
+    assert [key for key in found if 'rng_state' not in key] == ['args']
 
 
 def test_a_depth_lacks_a_weight(tmp_path):
