@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import model_tensors, write_checkpoint
 from tests.unit_tests.tools.checkpoint.pp_vpp_damage import RESHAPE, SIDES, add_file, check
 from tests.unit_tests.tools.checkpoint.pp_vpp_files import (
@@ -122,7 +123,7 @@ ONE_STAGE = {
     'torch_dcp': (
         lambda root: (
             shutil.rmtree(root / ITERATION),
-            dcp.save({'model.x': torch.ones(1)}, checkpoint_id=root / ITERATION, no_dist=True),
+            dcp.save({'model.x': torch.ones(1)}, checkpoint_id=root / ITERATION, **ALONE),
         ),
         MERGE,
         'a torch_dcp checkpoint, expected legacy',
