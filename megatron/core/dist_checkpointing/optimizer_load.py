@@ -1,5 +1,6 @@
 """What a load does with a checkpoint's optimizer state, and which conversion it takes first."""
 
+import os
 import shlex
 from pathlib import PurePath
 from typing import Any
@@ -90,7 +91,7 @@ def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
         directory: of the checkpoint's iteration; where empty, the command has no paths.
         to: the format that is wanted.
     """
-    path = PurePath(directory)
+    path = PurePath(os.path.abspath(directory))  # `.` and `..` don't end with a name
     root = path.parent if path.name.startswith('iter_') else path
     kind = 'fully-reshardable' if to == TORCH_DIST else 'fsdp-dtensor'
     source, target = (directory, f'{root}-{kind}') if directory else ('DIR', 'OUT')

@@ -7,6 +7,7 @@ import pytest
 from megatron.core.dist_checkpointing import load_plan
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
 from megatron.core.dist_checkpointing.load_plan import any_run, plan_load
+from megatron.core.dist_checkpointing.optimizer_load import conversion_command
 from megatron.core.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
     needs_undistributed_optimizer,
@@ -149,6 +150,18 @@ def test_patterns_are_read_as_core_reads_them():
             found = pattern_symbols.parse_hybrid_pattern(pattern)
             expected = parsed.main_pattern or '', parsed.mtp_pattern or '', parsed.mtp_num_depths
             assert (found.main_pattern, found.mtp_pattern, found.mtp_num_depths) == expected
+
+
+@pytest.mark.parametrize('directory', ['.', 'below/..', '../iter_0000003'])
+def test_what_is_converted_lies_beside_the_run(directory, tmp_path, monkeypatch):
+    """Wherever the shell is, of which paths without a name tell."""
+    iteration = tmp_path / 'run' / 'iter_0000003'
+    iteration.mkdir(parents=True)
+    monkeypatch.chdir(iteration)
+    command = conversion_command(directory)
+    assert command.endswith(
+        f'--load-dir {directory} --save-dir {iteration.parent}-fully-reshardable'
+    )
 
 
 @pytest.mark.parametrize('run', ['gpt', 'hybrid'])

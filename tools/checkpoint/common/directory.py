@@ -34,6 +34,7 @@ from .paths import (
     TRACKER_NAME,
     describe_foreign,
     iteration_dir,
+    named_path,
     parse_iteration_dirname,
     read_tracker,
     real_path,
@@ -98,7 +99,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
     if step and not (has_tracker and read_tracker(path) == RELEASE):
         directory = iteration_dir(path, step)
     else:
-        directory = tracker_target(path) if has_tracker else path
+        directory = tracker_target(path) if has_tracker else named_path(path)
     format_, metadata = _format(directory)
     chosen = f' --ckpt-step {step}' if step else ''
     load = f'--load {shlex.quote(str(path))}{chosen}' if given_to_load else _way_in(directory)

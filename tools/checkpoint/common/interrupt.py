@@ -11,15 +11,21 @@ from .stdout import complain
 
 
 def ends_on_interrupt[**P](main: Callable[P, int]) -> Callable[P, int]:
-    """Decorate the ``main`` of a command, which a program may call as well.
+    """Decorate the ``main`` of a command, which a program may call as well, with words of its own.
 
-    The process ends in a handler, not by ``KeyboardInterrupt``: torch, while it is imported, makes
-    other errors of that, or none. What has to be undone is a publication's, which puts handlers of
-    its own in while it is under way.
+    The command's process ends in a handler, not by ``KeyboardInterrupt``: torch, while it is
+    imported, makes other errors of that, or none. What has to be undone is a publication's, which
+    puts handlers of its own in while it is under way. A program's process, such as a notebook's,
+    goes on.
     """
 
     @functools.wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
+        if args or kwargs:
+            try:
+                return main(*args, **kwargs)
+            except KeyboardInterrupt:
+                return _stopped(signal.SIGINT)
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
             return main(*args, **kwargs)
@@ -34,6 +40,11 @@ def ends_on_interrupt[**P](main: Callable[P, int]) -> Callable[P, int]:
 
 def _end(signum: int, frame: FrameType | None) -> None:
     try:
-        complain(f'stopped by {signal.Signals(signum).name}')
+        _stopped(signum)
     finally:
         os._exit(128 + signum)
+
+
+def _stopped(signum: int) -> int:
+    complain(f'stopped by {signal.Signals(signum).name}')
+    return 128 + signum

@@ -31,6 +31,11 @@ def real_path(path: str | Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def named_path(path: Path) -> Path:
+    """The path, absolute where it doesn't end with the directory's name, as ``.`` and ``..``."""
+    return path if path.name not in ('', '..') else Path(os.path.abspath(path))
+
+
 def refuse_url(path: str | Path) -> None:
     """Raise where a URL is given for a path."""
     reason = why_not_local(path)

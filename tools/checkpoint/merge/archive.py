@@ -262,7 +262,7 @@ class Template:
             archive[at : at + 4] = crc32(written).to_bytes(4, 'little')
 
 
-_saving = threading.Lock()  # torch's checksums are off for all threads, on older torch
+_saving = threading.RLock()  # torch's checksums are off for all threads, on older torch
 
 
 def save_template(dtype: torch.dtype, sizes: Sequence[int]) -> Template | None:
@@ -359,5 +359,6 @@ class _Around:
 def saved(tensor: torch.Tensor) -> bytes:
     """What ``torch.save`` writes."""
     stream = io.BytesIO()
-    torch.save(tensor, stream)
+    with _saving:
+        torch.save(tensor, stream)
     return stream.getvalue()

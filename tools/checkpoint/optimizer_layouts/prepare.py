@@ -19,6 +19,7 @@ from ..common.paths import (
     CONFIG_NAME,
     METADATA_NAME,
     iteration_dir,
+    named_path,
     parse_iteration_dirname,
     refuse_url,
 )
@@ -91,7 +92,7 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
 
 
 def _input(request: ConversionRequest) -> FoundCheckpoint:
-    path, iteration = request.load_dir, request.iteration
+    path, iteration = named_path(request.load_dir), request.iteration
     refuse_url(path)
     if iteration is not None:
         if not any((path / name).exists() for name in (CONFIG_NAME, METADATA_NAME)):

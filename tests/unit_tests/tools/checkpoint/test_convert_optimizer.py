@@ -106,6 +106,14 @@ def test_the_other_iteration(twins, tmp_path):
     assert differences(*directories) == []
 
 
+def test_the_iteration_that_a_shell_is_in(twins, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(twins.in_buckets / 'iter_0000002')
+    words = ['--load-dir', '.', '--save-dir', str(tmp_path / 'out'), '--dry-run']
+    assert main([*words, '--iteration', '2']) == 0
+    assert main([*words, '--iteration', '3']) == 1
+    assert 'iter_0000002: the directory of one checkpoint, and not' in capsys.readouterr().err
+
+
 def test_already_fully_reshardable(twins, tmp_path, capsys):
     assert main(['--load-dir', str(twins.by_parameter), '--save-dir', str(tmp_path / 'out')]) == 0
     assert 'fully_reshardable already' in capsys.readouterr().out

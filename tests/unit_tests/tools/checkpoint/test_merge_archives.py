@@ -1,8 +1,10 @@
 """Archives from a template: the bytes of ``torch.save``, and no archive taken for another."""
 
+import contextlib
 import io
 import mmap
 import os
+import threading
 import zipfile
 from pathlib import Path
 
@@ -98,6 +100,25 @@ def test_what_torch_saves_otherwise_is_left_to_it(tmp_path, monkeypatch):
     paths = [write_checkpoint(tmp_path / f'{i}', model) for i, model in enumerate(models)]
     merge(paths, [0.25, 0.75], tmp_path / 'out', verify=True)
     assert_same(load_tensors(tmp_path / 'out'), plain_merge(models, [0.25, 0.75]))
+
+
+def test_nothing_is_saved_while_torch_computes_no_checksums(monkeypatch):
+    """Older torch has one option for all threads: the other's archive would have zeros."""
+    save_template(torch.float32, (1,))
+    done = []
+    other = threading.Thread(target=lambda: done.append(saved(torch.empty(0, 3))))
+
+    @contextlib.contextmanager
+    def off():
+        other.start()
+        other.join(0.5)
+        done.append('template')
+        yield
+
+    monkeypatch.setattr(archive, 'without_torch_checksums', off)
+    save_template(torch.float32, (2, 3))
+    other.join()
+    assert done == ['template', saved(torch.empty(0, 3))]
 
 
 def test_every_byte_but_the_elements_and_their_checksums_tells_archives_apart():

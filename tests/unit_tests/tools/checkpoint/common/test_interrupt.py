@@ -64,3 +64,16 @@ def test_a_program_that_calls_a_command_keeps_its_handlers():
     for own in signal.SIG_IGN, lambda *_: None:
         signal.signal(signal.SIGINT, own)
         assert main() == 3 and found.pop() is own is signal.getsignal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures('default_signal_handlers')
+def test_a_program_goes_on(capsys):
+    """It is told of the interrupt by the status, and its process does not end."""
+
+    @ends_on_interrupt
+    def main(argv=None):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    assert main(['.']) == main(argv=['.']) == 130
+    assert capsys.readouterr().err == 'error: stopped by SIGINT\n' * 2

@@ -117,6 +117,19 @@ def test_resolving(tmp_path):
     assert resolve_checkpoint(tmp_path) == release
 
 
+def test_the_directory_that_a_shell_is_in(tmp_path, monkeypatch):
+    """Its name tells the iteration, and that it is a release."""
+    for name in 'iter_0000005', 'release':
+        direct = checkpoint(tmp_path / name)
+        (direct / 'below').mkdir()
+        monkeypatch.chdir(direct)
+        assert resolve_checkpoint('.') == direct
+        monkeypatch.chdir('below')
+        assert resolve_checkpoint('..') == direct
+    monkeypatch.chdir(tmp_path)
+    assert resolve_checkpoint('release') == Path('release')
+
+
 @pytest.mark.parametrize(
     'names, clause',
     [
