@@ -261,17 +261,6 @@ def test_file_is_a_sound_archive_with_the_sources_checksums(tmp_path):
     assert torch.serialization.get_crc32_options()
 
 
-def test_checksums_are_computed_again_once_all_files_are_written():
-    # as threads do it, which end in any order
-    first, second = (torch_file._no_computed_checksums() for _ in range(2))
-    for step in first.__enter__, second.__enter__:
-        step()
-        assert not torch.serialization.get_crc32_options()
-    for writing in first, second:
-        writing.__exit__(None, None, None)
-    assert torch.serialization.get_crc32_options()
-
-
 def test_damage_of_the_source_shows_in_the_new_file(tmp_path):
     torch.save({'a': torch.zeros(100000)}, tmp_path / 'old.pt')
     data = bytearray((tmp_path / 'old.pt').read_bytes())

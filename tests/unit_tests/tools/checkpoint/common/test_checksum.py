@@ -6,6 +6,7 @@ import sys
 import zlib
 
 import pytest
+import torch
 
 from tools.checkpoint.common import checksum
 
@@ -31,3 +32,14 @@ def test_the_fast_library_is_used_where_there_is_one(installed):
     expected = 'isal.isal_zlib' if installed else 'zlib'
     assert printed[0].split('.')[-1] == expected.split('.')[-1]
     assert int(printed[1]) == zlib.crc32(b'some bytes')
+
+
+def test_checksums_are_computed_again_once_all_files_are_written():
+    # as threads do it, which end in any order
+    first, second = (checksum.without_torch_checksums() for _ in range(2))
+    for step in first.__enter__, second.__enter__:
+        step()
+        assert not torch.serialization.get_crc32_options()
+    for writing in first, second:
+        writing.__exit__(None, None, None)
+    assert torch.serialization.get_crc32_options()
