@@ -19,7 +19,7 @@ def tracked():
         ['git', 'ls-files', '-z'], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     if listed.returncode:
-        pytest.skip('not a checkout')  # the tests of an unpacked source distribution
+        pytest.skip(f'no checkout, as an unpacked source distribution: {listed.stderr.strip()}')
     return {name for name in listed.stdout.split('\0') if name and (REPOSITORY / name).exists()}
 
 
