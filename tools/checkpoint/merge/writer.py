@@ -210,9 +210,7 @@ class MergeWriter(FileSystemWriter):
     def __init__(
         self, path: Path, final_path: Path, thread_count: int, stop: threading.Event
     ) -> None:
-        # Without copy-ahead one tensor at a time is resolved and written, so that the planner
-        # may lend the same memory for each.
-        super().__init__(path, thread_count=thread_count, per_thread_copy_ahead=0, overwrite=False)
+        super().__init__(path, thread_count=thread_count, overwrite=False)
         self.fs = _ReportingFileSystem(self._failed)
         self._final_path = final_path
         self._stop = stop
