@@ -1,12 +1,13 @@
 """Weighted merge: speed against copying, memory, and scaling over ranks.
 
-    python benchmarks/merge.py [--only PART …] [--runs N] [--dir /dev/shm] [--disk DIR]
+    python benchmarks/merge.py [--only PART …] [--runs N] [--chunks N] [--dir /dev/shm]
 
 Makes its inputs under ``--dir`` (a tmpfs: 8 GB for the whole run) and prints the table. Figures are
 the best of several runs: the machine may be shared. Nothing is left behind.
 """
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -292,7 +293,6 @@ def memory(parent: Path, runs: int, rows: list[str]) -> None:
             )
 
 
-CHUNKS = 10_000
 _EACH_CHUNK = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -302,17 +302,17 @@ from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_check
 inputs, verify, held = sys.argv[4:], sys.argv[3] == 'verify', []
 prepare = run.prepare
 run.prepare = lambda *a: (prepare(*a), held.append(resident_memory()))[0]
-wall, processor = time.perf_counter(), time.process_time()
+imported, wall, processor = resident_memory(), time.perf_counter(), time.process_time()
 merge(inputs, [0.5] * len(inputs), sys.argv[2], threads=1, verify=verify)
-figures = time.perf_counter() - wall, time.process_time() - processor, peak_memory() - held[0]
-print(json.dumps(figures))
+wall, processor, peak = time.perf_counter() - wall, time.process_time() - processor, peak_memory()
+print(json.dumps([wall, processor, peak - held[0], peak - imported]))
 """
 
 
-def chunks(parent: Path, runs: int, rows: list[str]) -> None:
+def chunks(parent: Path, runs: int, rows: list[str], total: int) -> None:
     """Time and memory for each of many small chunks, as of a model with many experts."""
     shapes = {
-        f'decoder.layers.mlp.experts.experts.linear_fc{i}.weight': (CHUNKS // 20, 1, 256)
+        f'decoder.layers.mlp.experts.experts.linear_fc{i}.weight': (total // 20, 1, 256)
         for i in range(20)
     }
     with checkpoints(parent, shapes, 2) as (root, paths):
@@ -330,11 +330,12 @@ def chunks(parent: Path, runs: int, rows: list[str]) -> None:
                 )
                 figures.append(json.loads(done.stdout))
                 shutil.rmtree(root / 'out')
-            wall, processor, peak = (min(column) / CHUNKS for column in zip(*figures, strict=True))
+            wall, processor, peak, memory = (min(column) for column in zip(*figures, strict=True))
             rows.append(
-                f'| {count} × {CHUNKS} chunks of 256 bf16{", --verify" if verify else ""}, 1 thread'
-                f' | {processor * 1e3:.2f} ms a chunk of processor, {wall * 1e3:.2f} ms of wall '
-                f'time, {peak:.0f} bytes over the plan | | |'
+                f'| {count} × {total} chunks of 256 bf16{", --verify" if verify else ""}, 1 thread'
+                f' | {1e3 * processor / total:.2f} ms a chunk of processor, '
+                f'{1e3 * wall / total:.2f} ms of wall time, {peak / total:.0f} bytes over the '
+                f'plan, {memory / 2**20:.0f} MiB over imports | | |'
             )
 
 
@@ -352,11 +353,13 @@ def main() -> None:
     parser.add_argument('--disk', type=Path, default=Path(tempfile.gettempdir()), help='a disk')
     parser.add_argument('--only', nargs='+', choices=PARTS, default=PARTS)
     parser.add_argument('--runs', type=int, default=5)
+    parser.add_argument('--chunks', type=int, default=10_000, help='small ones, of each input')
     args = parser.parse_args()
     rows: list[str] = []
     for part in args.only:
         parent = args.disk if part == 'disk' else args.dir
-        {'speed': speed, 'ranks': ranks, 'disk': disk, 'memory': memory, 'chunks': chunks}[part](
+        of_chunks = functools.partial(chunks, total=args.chunks)
+        {'speed': speed, 'ranks': ranks, 'disk': disk, 'memory': memory, 'chunks': of_chunks}[part](
             parent, args.runs, rows
         )
         print(f'{part} done', file=sys.stderr)
