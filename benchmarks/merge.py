@@ -85,7 +85,7 @@ def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]], seed: 
             return self.plan
 
         def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-            sizes = dict(_layer_chunks(shapes[index.fqn]))[tuple(index.offset or ())]
+            _, sizes = next(_layer_chunks(shapes[index.fqn]))
             return noise[: torch.Size(sizes).numel()].view(sizes).clone()
 
         def transform_object(self, write_item: WriteItem, object: torch.Tensor) -> torch.Tensor:
@@ -104,10 +104,12 @@ def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]], seed: 
     )
 
 
-def _layer_chunks(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _layer_chunks(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes; all chunks of a tensor are of one size."""
     if len(shape) < 3:
-        return [((0,) * len(shape), shape)]
-    return [((layer, 0, 0), (1, *shape[1:])) for layer in range(shape[0])]
+        yield (0,) * len(shape), shape
+    else:
+        yield from (((layer, 0, 0), (1, *shape[1:])) for layer in range(shape[0]))
 
 
 @contextmanager
