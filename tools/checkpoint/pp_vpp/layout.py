@@ -14,7 +14,6 @@ class ChunkId:
 
     Attributes:
         side: 'edge', 'cloud', or '' where both are one directory
-        rank: pipeline rank
         chunk: virtual pipeline chunk; None where the file has the plain key ``model``
     """
 
@@ -33,7 +32,6 @@ class LayerRange:
     """A run of layers of an old chunk.
 
     Attributes:
-        source: the old chunk
         first: first layer, numbered from 0 in the old chunk
         last: one past the last layer
     """
@@ -48,7 +46,6 @@ class Move:
     """What a new chunk is made of.
 
     Attributes:
-        target: the new chunk
         pieces: runs of layers, in pipeline order; none for an empty chunk
         first_layer: global number of the first layer
         whole: the chunk is one old chunk, taken over with every key
@@ -65,7 +62,6 @@ class Move:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the new chunk."""
         return sum(piece.last - piece.first for piece in self.pieces)
 
     @property
@@ -154,11 +150,7 @@ def one_to_one(
     outputs: Sequence[OutputSide],
     empty: Sequence[ChunkId] = (),
 ) -> Plan:
-    """Each old chunk, in pipeline order, becomes one new chunk, unchanged.
-
-    Args:
-        empty: new chunks that hold nothing
-    """
+    """Each old chunk, in pipeline order, becomes one new chunk, unchanged."""
     moves, first_layer = [], 0
     for index, (source, target, count) in enumerate(zip(sources, targets, layers, strict=True)):
         moves.append(
@@ -184,11 +176,6 @@ def resplit(
     new_layers: Sequence[int] | None = None,
 ) -> Plan:
     """Every layer goes to the chunk that holds its global number in the new layout.
-
-    Args:
-        sources: old chunks in pipeline order
-        layers: number of layers of each
-        new_layers: layers of each new chunk in pipeline order; default: the same number each
 
     Raises:
         CheckpointError: the layers can't be divided so

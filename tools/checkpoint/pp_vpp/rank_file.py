@@ -47,14 +47,12 @@ class RankFile:
     """What one source file holds.
 
     Attributes:
-        path: the file
         state: all of it, with keys that it lacks and whose values are known
         added: those keys
         chunks: model state of each chunk by number; None is the number of plain ``model``
         layers: number of layers of each chunk
         optimizer: frame of its optimizer; None without
         slots: optimizer state of each parameter by (chunk number, key)
-        records: where the tensors' bytes lie
     """
 
     path: Path
@@ -68,17 +66,14 @@ class RankFile:
 
     @property
     def args(self) -> Any:
-        """The file's ``args``; None without."""
         return self.state.get('args')
 
     @property
     def empty(self) -> list[int | None]:
-        """Numbers of the chunks that hold nothing."""
         return [number for number, chunk in self.chunks.items() if not chunk]
 
     @property
     def predicts(self) -> list[int | None]:
-        """Numbers of the chunks with multi-token prediction."""
         return [n for n, chunk in self.chunks.items() if any(map(is_prediction, chunk))]
 
     def refuse_unproven_empty(self) -> None:
@@ -191,7 +186,6 @@ class NewChunk:
     """A new chunk.
 
     Attributes:
-        state: its model state
         slots: optimizer state of its parameters, in model order
         stage: entries of the stage it comes from
         files: the rank files that it comes from; none for an empty chunk
@@ -252,9 +246,6 @@ def put_together(
     chunks: Sequence[NewChunk], sizes: ParallelSizes, *, with_optimizer: bool
 ) -> dict[str, Any]:
     """A new rank file.
-
-    Args:
-        chunks: its chunks; one for a rank without virtual pipeline
 
     Raises:
         CheckpointError: chunks from several files that differ in what a rank has only once

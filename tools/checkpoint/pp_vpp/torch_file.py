@@ -35,8 +35,6 @@ class Record:
     """Where the bytes of a mapped storage lie.
 
     Attributes:
-        path: the file
-        offset: first byte
         checksum: CRC-32; 0 where the file was saved without
     """
 
@@ -54,7 +52,6 @@ class MappedFile:
     """A loaded file.
 
     Attributes:
-        path: where it lies
         state: what it holds; tensors lie in the mapping
         records: where each storage lies in the file
     """
@@ -66,9 +63,6 @@ class MappedFile:
 
 def read(path: Path, trust: bool) -> MappedFile:
     """Map a rank file.
-
-    Args:
-        trust: load without restriction on classes
 
     Raises:
         CheckpointError: missing, truncated or garbage; a class that isn't admitted; not a dict
@@ -141,7 +135,6 @@ class _Sink:
         self._closing = ExitStack()
 
     def close(self) -> None:
-        """Close the files that were copied from."""
         self._closing.close()
 
     def write(self, data: Any) -> int:
