@@ -164,7 +164,6 @@ _SAVE = ('save-dir', 'save-dir-edge', 'save-dir-cloud')
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     top = argparse.ArgumentParser(
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -38,7 +38,6 @@ when no options make it; 2 on wrong usage
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -47,7 +47,6 @@ line where there is nothing to report on; 2 on wrong usage
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -20,7 +20,6 @@ from .common.stdout import complain, tell
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description='Tell from a distributed checkpoint what resuming from it will do to the '
         'optimizer. Changes nothing, and reads no tensors without --check-weights.',

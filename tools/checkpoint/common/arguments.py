@@ -65,7 +65,6 @@ def positive(text: str) -> int:
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
-    """Give a command its ``--version``."""
     parser.add_argument(
         '--version', action='version', version=f'megatron-checkpoint-toolkit {__version__}'
     )

@@ -118,7 +118,6 @@ def load_dcp_metadata(
     """DCP metadata of a checkpoint.
 
     Args:
-        trust: unpickle without restriction
         trust_hint: the way out that the message names when a class is refused
 
     Raises:

@@ -44,11 +44,7 @@ def refuse_url(path: str | Path) -> None:
 
 
 def refuse_no_directory(path: str | Path) -> None:
-    """Raise where there is no directory at a path that is to be read.
-
-    Raises:
-        CheckpointError: nothing is there, or a file, or it can't be looked at
-    """
+    """Raise where there is no directory at a path that is to be read."""
     try:
         is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError as error:

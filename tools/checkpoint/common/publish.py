@@ -130,7 +130,6 @@ class Publication:
         self._signals = _Signals()
 
     def path(self, target: str | Path) -> Path:
-        """Where to write what will become ``target``."""
         return self.staging[Path(target).absolute()]
 
     def __enter__(self) -> Self:

@@ -41,7 +41,6 @@ class Slice:
 
     @classmethod
     def of(cls, info: _StorageInfo) -> Self:
-        """The bytes that the metadata names."""
         return cls(info.relative_path, info.offset, info.length)
 
 
@@ -112,7 +111,6 @@ def read_common_state(
 
     Args:
         embedded: that place, see ``common_state_slice``
-        trust: unpickle without restriction
         trust_hint: the way out that the message names when a class is refused
 
     Returns:
@@ -149,9 +147,6 @@ def read_object(
     Args:
         key: what error messages call it
         stand_in_for: tells of a class's full name whether it is read as a stand-in
-
-    Raises:
-        CheckpointError: as ``read_common_state``
     """
     path = stored_file(directory, place.file)
     check_file(path, place.end)

@@ -20,7 +20,6 @@ class Comparison:
     """Two checkpoints as inputs of one merge.
 
     Attributes:
-        directories: of the two
         faults: one line for each of them that the merge refuses by itself
         differences: everything in which the second differs from the first
         options: of the merge, which it needs to take the two

@@ -48,8 +48,6 @@ class ResumeReport:
     """What a checkpoint says about its optimizer.
 
     Attributes:
-        checkpoint_dir: the directory of one iteration.
-        iteration: as stored; None where it isn't.
         sharding_type: the optimizer's format; ``none`` without optimizer state, ``plain`` for
             an optimizer that isn't distributed.
         steps: Adam's step counts, in the parameter groups or common to all parameters.
@@ -57,7 +55,6 @@ class ResumeReport:
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
         layer_wise: the optimizer is distributed by layers, as of Muon.
-        unstored: what a run asks for and isn't there.
     """
 
     checkpoint_dir: Path
@@ -88,9 +85,6 @@ class ResumeReport:
 
 def read_resume_report(checkpoint: str | Path) -> ResumeReport:
     """Look at a checkpoint.
-
-    Args:
-        checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
         CheckpointError: there is no distributed checkpoint, with the reason.

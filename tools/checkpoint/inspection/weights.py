@@ -50,8 +50,6 @@ class WeightCheck:
     """What comparing the main parameters of a checkpoint with its weights found.
 
     Attributes:
-        checkpoint_dir: the directory of one iteration.
-        compared: number of weights that were compared.
         different: weight to the number of its elements that differ, in the checkpoint's order.
         sizes: weight to its number of elements, for those that differ.
         without_main_param: weights that the optimizer has no main parameter for: frozen ones, and
@@ -67,7 +65,6 @@ class WeightCheck:
     not_compared: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """The result in words, several lines."""
         counts = f'{self.compared} main parameters compared with their weights'
         lines = [f'{self.checkpoint_dir}: {counts}, {len(self.different) or "none"} differ']
         lines += [
@@ -91,9 +88,6 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     """Compare each stored main parameter, in the weight's dtype, with the stored weight.
 
     One stored chunk after the other is read: memory is two chunks, whatever the checkpoint's size.
-
-    Args:
-        checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
         CheckpointError: there is no distributed checkpoint; the optimizer state isn't

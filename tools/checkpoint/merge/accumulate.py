@@ -37,12 +37,8 @@ class ChunkMerger:
 
     Args:
         weights: one for each source, rounded to fp32 once
-        allow_nonfinite: let inputs be infinite or NaN
-        stop: ends the work at the next block when set
 
     Attributes:
-        read_seconds, math_seconds: where the time went
-        bytes_read: bytes of stored elements read
         nonfinite: (source, key) to the number of its elements that aren't finite
     """
 
@@ -68,7 +64,6 @@ class ChunkMerger:
         self.nonfinite: Counter[tuple[Path, str]] = Counter()
 
     def close(self) -> None:
-        """Close the files that were read."""
         self._files.close()
 
     def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
@@ -222,7 +217,6 @@ class _RawBuffer:
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
     def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The first ``count`` elements as ``dtype``."""
         if dtype not in self._views:
             self._views[dtype] = self._memory.view(dtype)
         return self._views[dtype][:count]

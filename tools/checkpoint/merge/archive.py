@@ -202,13 +202,11 @@ class Template:
 
     Args:
         read: gives a number of bytes (second argument) from an offset in one of them on
-        length: its bytes
         storage: name of the record of elements, such as ``data/0``
 
     Attributes:
         start: offset of the first element
         stop: offset after the last one
-        length: bytes of each archive
 
     Raises:
         NotPlain: its parts aren't clearly apart, so that it says nothing of others
@@ -308,12 +306,7 @@ def _frame(dtype: torch.dtype, sizes: Sequence[int]) -> Template:
 
 
 class _Around:
-    """A file for ``torch.save`` that leaves out one tensor's elements.
-
-    Args:
-        address: where these lie in memory
-        nbytes: how many bytes they are
-    """
+    """A file for ``torch.save`` that leaves out one tensor's elements."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._elements = address, nbytes
@@ -357,7 +350,6 @@ class _Around:
 
 
 def saved(tensor: torch.Tensor) -> bytes:
-    """What ``torch.save`` writes."""
     stream = io.BytesIO()
     with _saving:
         torch.save(tensor, stream)

@@ -28,7 +28,6 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
     parser = command.make_parser(_DESCRIPTION)
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(

@@ -35,11 +35,7 @@ def add_trust(inputs: argparse._ActionsContainer) -> None:
 
 
 def add_run_options(run: argparse._ActionsContainer, dry_run: str, verify: str) -> None:
-    """``--dry-run``, ``--verify`` and ``--report-json``.
-
-    Args:
-        dry_run, verify: what the command does then
-    """
+    """``--dry-run``, ``--verify`` and ``--report-json``."""
     run.add_argument('--dry-run', action='store_true', help=dry_run)
     run.add_argument('--verify', action='store_true', help=verify)
     run.add_argument(
@@ -59,11 +55,7 @@ def check_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 def start_up(missing_input: object) -> str | None:
-    """Import torch, which takes seconds, unless something is missing; returns what, in words.
-
-    Args:
-        missing_input: a path that isn't there; None where all are
-    """
+    """Import torch, which takes seconds, unless something is missing; returns what, in words."""
     if missing_input is not None:
         return f"{missing_input}: doesn't exist"
     reason = missing_packages()

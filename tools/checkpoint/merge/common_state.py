@@ -64,7 +64,6 @@ def choose_common_state(
     """The common state that the output takes over.
 
     Args:
-        sources: the inputs in merge order
         output_iteration: prefer the input that records it
         given: the checkpoint of ``--common-state-checkpoint``
 
@@ -157,11 +156,7 @@ def refuse_unstorable(common: CommonState) -> None:
 
 
 def save_common_state(state: Mapping[str, Any], directory: Path) -> None:
-    """Write ``common.pt``, the form that every version of core reads.
-
-    Raises:
-        OSError: it can't be written
-    """
+    """Write ``common.pt``, the form that every version of core reads."""
     data = io.BytesIO()
     torch.save(dict(state), data, pickle_module=WithStandIns)
     (directory / COMMON_FILE).write_bytes(data.getvalue())

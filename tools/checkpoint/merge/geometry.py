@@ -28,7 +28,6 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Offset plus size along each dimension."""
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
 

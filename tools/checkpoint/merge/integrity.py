@@ -41,9 +41,6 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
 def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
     """Check every file of the checkpoints that carry a manifest; collective.
 
-    Args:
-        directories: known on rank 0
-
     Raises:
         CheckpointError: a file is missing, or its digest differs
     """

@@ -59,11 +59,9 @@ class OpenFiles:
         return descriptor
 
     def allow(self, count: int) -> None:
-        """Let ``count`` files be open at once."""
         self._limit = max(self._limit, count)
 
     def close(self) -> None:
-        """Close all."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -92,9 +90,6 @@ def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> byte
 
     Args:
         files: where the file stays open for the next entry
-
-    Raises:
-        CheckpointError: it can't be read
     """
     data = bytearray(piece.length)
     opened = files or OpenFiles(1)
@@ -172,7 +167,6 @@ class SmallArchives:
         """Offset of the first element in an archive; as ``locate``.
 
         Args:
-            content: the archive
             source: which input it is of, each of which has one writer
         """
         kind = source, len(content), stored.dtype, stored.box.sizes

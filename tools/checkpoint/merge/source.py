@@ -62,7 +62,6 @@ class Content:
     """What a checkpoint holds.
 
     Attributes:
-        directory: checkpoint directory
         config: what ``metadata.json`` says
         reshaped: core's record of tensors stored under another global shape (core 0.14)
     """
@@ -116,9 +115,7 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     """Read and check one checkpoint's metadata; no tensor is read.
 
     Args:
-        directory: checkpoint directory
         model_only: leave training state (optimizer, RNG) unread instead of refusing it
-        trust: unpickle ``.metadata`` without restriction
 
     Raises:
         CheckpointError: another format, or content that can't be merged; see the contract's list

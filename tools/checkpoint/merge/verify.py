@@ -33,7 +33,6 @@ def verify_share(
 
     Args:
         directory: the output, published or not
-        share: chunks and byte entries to check
         places: where each of the share's entries is stored
         fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked

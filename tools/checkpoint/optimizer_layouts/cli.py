@@ -26,7 +26,6 @@ replaced, and on any error or signal nothing is published.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
     parser = command.make_parser(_DESCRIPTION)
     parser.add_argument(
         '--load-dir',

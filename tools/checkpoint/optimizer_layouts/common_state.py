@@ -11,12 +11,7 @@ from ..merge.common_state import CommonState
 def converted_common_state(
     common: CommonState, settings: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a run that had saved ``fully_reshardable`` would have stored.
-
-    Args:
-        common: of the input
-        settings: of each optimizer of the chain
-    """
+    """What a run that had saved ``fully_reshardable`` would have stored."""
     optimizers = [
         {**setting, 'param_state_sharding_type': FULLY_RESHARDABLE} for setting in settings
     ]

@@ -205,11 +205,7 @@ def _fit_virtual(parts: Parts, stages: Sequence[Sequence[Buffer]]) -> list[list[
 def _fit_experts(
     given: _Given, experts: Sequence[Parameter], chain: int, stages: Sequence[Sequence[Chunk]]
 ) -> Positions | None:
-    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank.
-
-    Args:
-        experts: in the order of registration
-    """
+    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
     model = given.model
     groups = sorted(group for own, group in given.buffers if own == chain)
     number = 1 + max(parameter.expert for parameter in model.parameters)

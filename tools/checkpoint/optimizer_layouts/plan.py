@@ -38,10 +38,8 @@ class Piece:
     """Consecutive elements of a stored chunk that are consecutive in an output chunk.
 
     Attributes:
-        stored: the chunk that holds them
         key: FQN of the tensor that it is a chunk of
         start: first of them in the stored chunk, row-major
-        count: their number
         at: where the first goes in the output chunk, row-major
     """
 
@@ -53,7 +51,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements as they are stored."""
         return self.count * self.stored.dtype.itemsize
 
 
@@ -77,7 +74,6 @@ class OutputChunk(ChunkJob):
 
     @property
     def places(self) -> Iterator[tuple[Path, Slice]]:
-        """Where what it takes is read."""
         for group in (self.pieces, *self.copies, self.proof):
             yield from ((piece.stored.path, piece.stored.piece) for piece in group)
 
@@ -108,16 +104,12 @@ class OptimizerPlan:
     """What a format's module finds out.
 
     Attributes:
-        tensors: of the output, by FQN
         chunks: which tile the tensors
         settings: for each optimizer of the chain what the common state keeps of it: parameter
             groups with the step, the gradient scaler
-        positions: for the report
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
         made: other entries of the output that the input doesn't have
-        format: of the output
-        notes: what the user should know
     """
 
     tensors: dict[str, OutputTensor]
@@ -141,7 +133,6 @@ def output_chunks(
     """The chunks of all states of one chunk of a weight.
 
     Args:
-        weight: its FQN
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """

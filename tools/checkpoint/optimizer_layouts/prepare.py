@@ -39,14 +39,7 @@ from .to_fsdp import plan_fsdp
 
 @dataclass
 class ConversionRequest(Request):
-    """What to convert; see the command line for the meaning of each.
-
-    Attributes:
-        load_dir: checkpoint directory, or a root with a tracker
-        save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
-        iteration: of the root; None for the one that the tracker names
-        to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
-    """
+    """What to convert; see the command line for the meaning of each."""
 
     load_dir: Path
     save_dir: Path
