@@ -67,11 +67,7 @@ def parse_iteration_dirname(name: str) -> int | None:
 
 
 def list_iterations(root: str | Path) -> dict[int, Path]:
-    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order.
-
-    Raises:
-        CheckpointError: ``root`` is no directory that can be read
-    """
+    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order."""
     refuse_url(root)
     refuse_no_directory(root)
     try:
@@ -108,11 +104,7 @@ def read_tracker(root: str | Path) -> int | Literal['release']:
 
 
 def tracker_target(root: str | Path) -> Path:
-    """The directory that the tracker in ``root`` points at.
-
-    Raises:
-        CheckpointError: the tracker is unusable, or the directory it names doesn't exist
-    """
+    """The directory that the tracker in ``root`` points at."""
     iteration = read_tracker(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
@@ -124,11 +116,7 @@ def tracker_target(root: str | Path) -> Path:
 
 
 def iteration_dir(root: str | Path, iteration: int | str) -> Path:
-    """Directory of one iteration (or ``'release'``) in ``root``.
-
-    Raises:
-        CheckpointError: it doesn't exist; the message lists what does
-    """
+    """Directory of one iteration (or ``'release'``) in ``root``."""
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
@@ -157,11 +145,7 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def existing_parent(target: Path) -> Path:
-    """The directory nearest to ``target`` that exists, itself included.
-
-    Raises:
-        CheckpointError: there is something else in its way
-    """
+    """The directory nearest to ``target`` that exists, itself included."""
     for path in (target, *target.parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):

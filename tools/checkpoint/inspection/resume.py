@@ -84,22 +84,14 @@ class ResumeReport:
 
 
 def read_resume_report(checkpoint: str | Path) -> ResumeReport:
-    """Look at a checkpoint.
-
-    Raises:
-        CheckpointError: there is no distributed checkpoint, with the reason.
-    """
+    """Look at a checkpoint."""
     directory, metadata = find_distributed(checkpoint)
     stored.check_stored_files(directory, metadata)
     return resume_report(directory, metadata, read_common_state(directory, metadata))
 
 
 def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -> ResumeReport:
-    """What a checkpoint says, whose metadata and common state have been read already.
-
-    Raises:
-        CheckpointError: the optimizers' settings can't be read.
-    """
+    """What a checkpoint says, whose metadata and common state have been read already."""
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
     settings = _stored_objects(directory, metadata, _is_settings, lambda name: True)
     iteration = common.get('iteration')
@@ -128,11 +120,7 @@ def _offload_fraction(args: Any) -> float | None:
 
 
 def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
-    """Directory and metadata of the ``torch_dist`` checkpoint that is meant.
-
-    Raises:
-        CheckpointError: there is none, with the reason.
-    """
+    """Directory and metadata of the ``torch_dist`` checkpoint that is meant."""
     found = find_checkpoint(checkpoint)
     if found.format != TORCH_DIST:
         reason = f'has the format {found.format}; only {TORCH_DIST} checkpoints can be looked at'
@@ -143,11 +131,7 @@ def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
 
 
 def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
-    """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty.
-
-    Raises:
-        CheckpointError: it can't be read, or holds a class that isn't one of Megatron's.
-    """
+    """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty."""
     place = stored.common_state_slice(metadata)
     state = stored.read_common_state(directory, place, trust_hint=NOTHING_RUNS)
     if state is None:

@@ -45,11 +45,7 @@ class CommonState:
 
 
 def load_common_state(source: Source, *, trust: bool = False) -> CommonState | None:
-    """Common state of a source, from ``common.pt`` or the embedded entry; None if it has none.
-
-    Raises:
-        CheckpointError: damaged, or holds a class that isn't admitted
-    """
+    """Common state of a source, from ``common.pt`` or the embedded entry; None if it has none."""
     state = read_common_state(source.directory, source.embedded_common, trust=trust)
     return None if state is None else CommonState(state, source.directory)
 

@@ -131,9 +131,6 @@ def range_inputs(
         min_interval: walking back from ``end``, keep a checkpoint only this many iterations
             before the last one kept
         coefficients: file with a weight for each iteration, in place of a schedule
-
-    Raises:
-        CheckpointError: nothing suitable; the message says what is there
     """
     if start > end:
         raise CheckpointError(f'--start-checkpoint {start} lies after --end-checkpoint {end}')

@@ -39,11 +39,7 @@ class OpenFiles:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
-        """An open descriptor, valid until ``limit`` other files have been asked for.
-
-        Raises:
-            CheckpointError: the file can't be opened
-        """
+        """An open descriptor, valid until ``limit`` other files have been asked for."""
         name = str(path)
         if name in self._open:
             self._open.move_to_end(name)
@@ -67,11 +63,7 @@ class OpenFiles:
 
 
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -> None:
-    """Fill ``buffer`` from ``offset`` of a file.
-
-    Raises:
-        CheckpointError: a read error, or the file ends before
-    """
+    """Fill ``buffer`` from ``offset`` of a file."""
     done = 0
     while done < len(buffer):
         try:

@@ -186,9 +186,6 @@ def refuse_report(
 
     Args:
         read_from: checkpoint directories that are read, and what they are called
-
-    Raises:
-        CheckpointError: it lies in one of the checkpoints, or is something else that exists
     """
     file, output = real_path(report), real_path(target)
     if file.is_relative_to(output) or output.is_relative_to(file):

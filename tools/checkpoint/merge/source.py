@@ -116,9 +116,6 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
 
     Args:
         model_only: leave training state (optimizer, RNG) unread instead of refusing it
-
-    Raises:
-        CheckpointError: another format, or content that can't be merged; see the contract's list
     """
     source = Source(directory, read_config(directory))
     metadata = load_dcp_metadata(directory, trust=trust)
@@ -180,11 +177,7 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """What ``metadata.json`` says.
-
-    Raises:
-        CheckpointError: missing, no JSON object, or another format than ``torch_dist``, version 1
-    """
+    """What ``metadata.json`` says."""
     file = directory / CONFIG_NAME
     try:
         config = json.loads(file.read_text())

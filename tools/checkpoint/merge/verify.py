@@ -36,9 +36,6 @@ def verify_share(
         places: where each of the share's entries is stored
         fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
-
-    Raises:
-        CheckpointError: a chunk or byte entry differs; names its key
     """
     stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
     with closing(OpenFiles(_OPEN_FILES)) as files:

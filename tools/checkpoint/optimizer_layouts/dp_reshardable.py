@@ -57,11 +57,7 @@ class _Given:
 
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
-    """The plan, derived from the metadata.
-
-    Raises:
-        CheckpointError: the place of a parameter can't be derived
-    """
+    """The plan, derived from the metadata."""
     settings = read_settings(checkpoint)
     buffers = read_buffers(checkpoint)
     if {chain for chain, _ in buffers} != set(range(len(settings))):

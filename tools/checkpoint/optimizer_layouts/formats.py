@@ -21,11 +21,7 @@ FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
 
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
-    """The plan for a checkpoint's optimizer state.
-
-    Raises:
-        CheckpointError: there is none, or none that can be converted
-    """
+    """The plan for a checkpoint's optimizer state."""
     if checkpoint.format == 'none':
         raise CheckpointError(
             f'{checkpoint.directory}: no optimizer state; there is nothing to convert'

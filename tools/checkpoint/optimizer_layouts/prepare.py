@@ -48,11 +48,7 @@ class ConversionRequest(Request):
 
 
 def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionResult]:
-    """Read the checkpoint and plan the conversion.
-
-    Raises:
-        CheckpointError: anything that the contract rejects
-    """
+    """Read the checkpoint and plan the conversion."""
     found = _input(request)
     directory = found.directory
     read = read_fsdp_checkpoint if found.format == FSDP_DTENSOR else read_checkpoint

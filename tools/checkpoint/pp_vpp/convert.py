@@ -95,11 +95,7 @@ class CheckedConversion:
 
 
 def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
-    """Plan a conversion and check all of it; nothing is written.
-
-    Raises:
-        CheckpointError: anything is wrong with the sources or the outputs
-    """
+    """Plan a conversion and check all of it; nothing is written."""
     _refuse_same_roots(conversion)
     sides = _look_at_sources(conversion, options)
     plan = conversion.plan(sides)

@@ -184,11 +184,7 @@ def shards_of(files: Iterable[tuple[int, int, int | None]], pipeline_rank: int) 
 
 
 def shard_paths(sides: Mapping[str, Side], plan: Plan) -> Shards:
-    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank.
-
-    Raises:
-        CheckpointError: stages of one side have different tensor or expert ranks, or lack some
-    """
+    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank."""
     used: dict[str, set[int]] = {}
     for chunk in plan.sources:
         used.setdefault(chunk.side, set()).add(chunk.rank)

@@ -85,9 +85,6 @@ def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...] | None:
 
     Returns:
         None where the file was saved without checksums
-
-    Raises:
-        CheckpointError: it can't be read
     """
     with reading(path, 'archive that torch.save wrote'), zipfile.ZipFile(path) as archive:
         records = archive.infolist()
