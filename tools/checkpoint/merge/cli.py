@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ..common.arguments import local_path, natural, not_a_url, positive
+from ..common.arguments import Parser, local_path, natural, not_a_url, positive
 from ..common.stdout import complain, tell
 from . import command
 from .request import BYTE_ACCOUNTING, SAVE_DTYPES, MergeRequest
@@ -28,7 +28,7 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command.make_parser(_DESCRIPTION)
+    parser = Parser(description=_DESCRIPTION)
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(
         '--merge-inputs',

@@ -5,24 +5,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..common.arguments import add_version, local_path
+from ..common.arguments import local_path
 from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 
 if TYPE_CHECKING:
     from .report import Result
     from .request import Request
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """A parser, with ``--version``."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
-    return parser
 
 
 def add_trust(inputs: argparse._ActionsContainer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, TORCH_DIST
 
-from ..common.arguments import local_path, natural
+from ..common.arguments import Parser, local_path, natural
 from ..common.stdout import complain
 from ..merge import command
 
@@ -26,7 +26,7 @@ replaced, and on any error or signal nothing is published.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command.make_parser(_DESCRIPTION)
+    parser = Parser(description=_DESCRIPTION)
     parser.add_argument(
         '--load-dir',
         type=local_path,
