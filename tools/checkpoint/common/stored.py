@@ -18,6 +18,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
 )
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
@@ -90,6 +91,15 @@ def check_stored_files(directory: Path, metadata: Metadata) -> None:
     slices = list(map(Slice.of, metadata.storage_data.values()))
     paths = {name: stored_file(directory, name) for name in {piece.file for piece in slices}}
     check_files((paths[piece.file], piece.end) for piece in slices)
+
+
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What is stored as tensors, by key."""
+    return {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def common_state_slice(metadata: Metadata) -> Slice | None:

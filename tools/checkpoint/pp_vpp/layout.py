@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
 
@@ -151,20 +152,11 @@ def one_to_one(
     empty: Sequence[ChunkId] = (),
 ) -> Plan:
     """Each old chunk, in pipeline order, becomes one new chunk, unchanged."""
-    moves, first_layer = [], 0
-    for index, (source, target, count) in enumerate(zip(sources, targets, layers, strict=True)):
-        moves.append(
-            Move(
-                target,
-                (LayerRange(source, 0, count),),
-                first_layer,
-                whole=True,
-                is_first=index == 0,
-                is_last=index == len(sources) - 1,
-            )
-        )
-        first_layer += count
-    moves += [Move(target, (), first_layer, whole=True) for target in empty]
+    pieces = [
+        (LayerRange(source, 0, count),) for source, count in zip(sources, layers, strict=True)
+    ]
+    moves = _moves(targets, pieces, whole=True)
+    moves += [Move(target, (), sum(layers), whole=True) for target in empty]
     return Plan(tuple(sources), tuple(moves), {side.name: side for side in outputs})
 
 
@@ -198,27 +190,27 @@ def resplit(
             f'--layers-per-chunk: adds up to {sum(new_layers)}, but the checkpoint has '
             f'{total} layers'
         )
-    targets = interleaved(pipeline_size, virtual_size)
     homes = [
         (source, layer)
         for source, count in zip(sources, layers, strict=True)
         for layer in range(count)
     ]
-    moves, first_layer = [], 0
-    for index, (target, count) in enumerate(zip(targets, new_layers, strict=True)):
-        moves.append(
-            Move(
-                target,
-                _runs(homes[first_layer : first_layer + count]),
-                first_layer,
-                whole=False,
-                is_first=index == 0,
-                is_last=index == len(targets) - 1,
-            )
-        )
-        first_layer += count
+    edges = [0, *accumulate(new_layers)]
+    pieces = [_runs(homes[first:last]) for first, last in pairwise(edges)]
+    moves = _moves(interleaved(pipeline_size, virtual_size), pieces, whole=False)
     side = OutputSide('', pipeline_size, virtual_size if virtual_size > 1 else None)
     return Plan(tuple(sources), tuple(moves), {'': side})
+
+
+def _moves(
+    targets: Sequence[ChunkId], pieces: Sequence[tuple[LayerRange, ...]], whole: bool
+) -> list[Move]:
+    moves: list[Move] = []
+    first_layer, last = 0, len(targets) - 1
+    for index, (target, own) in enumerate(zip(targets, pieces, strict=True)):
+        moves.append(Move(target, own, first_layer, whole, index == 0, index == last))
+        first_layer += moves[-1].layers
+    return moves
 
 
 def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[LayerRange, ...]:

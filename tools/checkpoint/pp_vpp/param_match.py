@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_extra_state
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_buffer, is_extra_state
 
 from ..common.errors import CheckpointError
 from .optimizer_state import WAY_OUT, Group, Slot
 
-# Persistent buffers of megatron-core; no optimizer sees them.
-_BUFFERS = ('expert_bias', 'local_tokens_per_expert', 'inv_freq')
 _MAX_STATES = 4096
 
 
@@ -37,7 +35,7 @@ def candidates(chunk: str, state: Mapping[str, Any]) -> list[NamedTensor]:
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and not is_extra_state(name)
-        and name.rsplit('.', 1)[-1] not in _BUFFERS
+        and not is_buffer(name)
     ]
 
 

@@ -252,7 +252,7 @@ def put_together(
     """
     files = list({id(file): file for chunk in chunks for file in chunk.files}.values())
     with reading(files[0].path, _EXPECTED):
-        _refuse_differences(files, with_optimizer)
+        _refuse_differences(files)
         stage = next(chunk.stage for chunk in chunks if chunk.files)
         new: dict[str, Any] = {}
         for key, value in files[0].state.items():
@@ -279,10 +279,9 @@ def _optimizer(files: Sequence[RankFile], chunks: Sequence[NewChunk]) -> Any:
     return optimizer_state.build(frame, [slot for chunk in chunks for slot in chunk.slots])
 
 
-def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None:
-    """Chunks of one rank have one of each entry but the model's."""
-    first = files[0]
-    ignored = {STAGE_STATES} if with_optimizer else {STAGE_STATES, 'optimizer'}
+def _refuse_differences(files: Sequence[RankFile]) -> None:
+    """Chunks of one rank have one of each entry but the model's and the optimizer's."""
+    first, ignored = files[0], {STAGE_STATES, 'optimizer'}
     for other in files[1:]:
         keys = [
             {key for key in file.state if not is_model_part(key) and key not in ignored}
@@ -294,7 +293,7 @@ def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None
                 f'{lacking.path}: key `{key}` is missing, but {having.path} has it; stages of '
                 'one checkpoint hold the same keys, so one of them is damaged'
             )
-        for key in sorted(keys[0] - {'optimizer', *_OF_THE_STAGE}, key=str):
+        for key in sorted(keys[0] - {*_OF_THE_STAGE}, key=str):
             if not optimizer_state.equal(first.state[key], other.state[key]):
                 raise CheckpointError(
                     f'{other.path}: key `{key}` differs from {first.path}; chunks of one rank '
