@@ -73,12 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when the load will work, with the options that the last line names; 1 when it won't, and
-        that line is the reason.
-    """
+    """The command line; returns 0 or 1 (see ``--help``), or 2 on wrong usage."""
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
     reason = missing_packages() or why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
     if reason:

@@ -39,11 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when a report was printed and no weight differs, else 1.
-    """
+    """The command line; returns 0 when a report was printed and no weight differs, else 1."""
     options = make_parser().parse_args(argv)
     reason = missing_packages() or why_not_active(*LOAD_MODULES)
     if reason:

@@ -78,7 +78,6 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
     """The checkpoint that ``--load path`` loads, or the one that ``path`` itself is.
 
     Args:
-        path: of either
         step: of ``--ckpt-step``; 0 and None choose none
 
     Raises:

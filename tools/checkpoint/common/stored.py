@@ -74,11 +74,7 @@ def check_file(file: Path, size: int) -> None:
 
 
 def check_files(needed: Iterable[tuple[Path, int]]) -> None:
-    """Refuse files that are missing or end before what lies in them.
-
-    Args:
-        needed: of each part the file, and where in it the part ends
-    """
+    """Refuse files that are missing or end before what lies in them."""
     ends: dict[Path, int] = {}
     for file, end in needed:
         ends[file] = max(ends.get(file, 0), end)
@@ -121,7 +117,6 @@ def read_common_state(
 
     Args:
         embedded: that place, see ``common_state_slice``
-        trust_hint: the way out that the message names when a class is refused
 
     Returns:
         the state dict, optimizers' classes in it as stand-ins; None where there is none

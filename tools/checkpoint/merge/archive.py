@@ -55,8 +55,6 @@ class Archive:
 
     Args:
         read: gives a number of bytes (second argument) from an offset in the archive on
-        length: bytes of the archive
-        name: what error messages call it
 
     Attributes:
         root: the directory in the archive that all records lie in, with its slash
@@ -201,12 +199,7 @@ class Template:
     """What all archives of one dtype and shape have in common, by one writer.
 
     Args:
-        read: gives a number of bytes (second argument) from an offset in one of them on
         storage: name of the record of elements, such as ``data/0``
-
-    Attributes:
-        start: offset of the first element
-        stop: offset after the last one
 
     Raises:
         NotPlain: its parts aren't clearly apart, so that it says nothing of others

@@ -182,10 +182,6 @@ def _publish_together[R: Result](
 ) -> R:
     """Let every rank write into one staging directory, and publish that; collective.
 
-    Args:
-        trackers: as ``Publication`` has them; on rank 0
-        fill: writes this rank's part into the staging directory; the result on rank 0
-
     Raises:
         CheckpointError: it failed somewhere; nothing is published
         RankLost: rank 0 was lost while publishing

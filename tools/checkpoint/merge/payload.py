@@ -78,11 +78,7 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
 
 
 def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> bytes:
-    """All bytes of one entry.
-
-    Args:
-        files: where the file stays open for the next entry
-    """
+    """All bytes of one entry."""
     data = bytearray(piece.length)
     opened = files or OpenFiles(1)
     try:

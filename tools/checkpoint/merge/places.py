@@ -45,11 +45,7 @@ class _Chunk(ChunkStorageMetadata):
 
 
 class WrittenPlaces:
-    """Where one rank has written its entries, by their number, in few bytes for each.
-
-    Attributes:
-        lengths: bytes of each
-    """
+    """Where one rank has written its entries, by their number, in few bytes for each."""
 
     def __init__(self, count: int) -> None:
         self.lengths = array('Q', bytes(8 * count))

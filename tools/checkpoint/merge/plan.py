@@ -42,7 +42,6 @@ class ChunkJob:
 
     @property
     def places(self) -> Iterable[tuple[Path, Slice]]:
-        """Where what it takes is read."""
         return ((part.path, part.piece) for stored in self.stored for part in stored)
 
     @property
@@ -66,7 +65,6 @@ class BytesJob:
 
     @property
     def places(self) -> tuple[tuple[Path, Slice], ...]:
-        """Where its bytes are read."""
         return ((self.path, self.piece),)
 
     @property

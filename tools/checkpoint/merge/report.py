@@ -44,7 +44,6 @@ class Result:
     Attributes:
         output_dir: the published checkpoint directory (or, in a dry run, the one to be)
         bytes_read: content read by all ranks: bytes of elements and of entries that are copied
-        content_bytes: content of the output
         rank_bytes: source bytes of each rank
         peak_memory: largest resident size of each rank in bytes
     """
@@ -183,9 +182,6 @@ def refuse_report(
     """Raise where writing a report would damage something, or can't work.
 
     What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
-
-    Args:
-        read_from: checkpoint directories that are read, and what they are called
     """
     file, output = real_path(report), real_path(target)
     if file.is_relative_to(output) or output.is_relative_to(file):

@@ -32,7 +32,6 @@ def verify_share(
     """Check what one rank wrote.
 
     Args:
-        directory: the output, published or not
         places: where each of the share's entries is stored
         fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
