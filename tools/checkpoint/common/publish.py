@@ -309,9 +309,7 @@ class _Signals:
 
 
 def refuse_existing(
-    target: Path,
-    finished: bool = False,
-    way_out: str = 'an output is never replaced; name another',
+    target: Path, finished: bool = False, way_out: str = 'an output is never replaced; name another'
 ) -> None:
     """Raise where ``target`` exists.
 

@@ -107,11 +107,7 @@ def common_state_slice(metadata: Metadata) -> Slice | None:
 
 
 def read_common_state(
-    directory: Path,
-    embedded: Slice | None,
-    *,
-    trust: bool = False,
-    trust_hint: str = TRUST_HINT,
+    directory: Path, embedded: Slice | None, *, trust: bool = False, trust_hint: str = TRUST_HINT
 ) -> dict[str, Any] | None:
     """Common state of a checkpoint, from ``common.pt`` or where it is stored among the tensors.
 

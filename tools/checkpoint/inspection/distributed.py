@@ -9,13 +9,8 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     is_training_state,
     kind_of,
 )
-from megatron_overlay.standalone.dist_checkpointing.format_names import (
-    HYBRID,
-    TORCH_DIST,
-)
-from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
-    stored_optimizer_format,
-)
+from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID, TORCH_DIST
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import stored_optimizer_format
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     unstored_options,
     unstored_state,

@@ -162,11 +162,7 @@ def _stored_objects(
     """The objects that are meant, by their keys, each read at its place in its file."""
     return [
         read_object(
-            directory,
-            Slice.of(info),
-            index.fqn,
-            stand_in_for=stand_in_for,
-            trust_hint=NOTHING_RUNS,
+            directory, Slice.of(info), index.fqn, stand_in_for=stand_in_for, trust_hint=NOTHING_RUNS
         )
         for index, info in metadata.storage_data.items()
         if is_meant(index.fqn)

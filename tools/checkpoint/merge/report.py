@@ -111,7 +111,7 @@ def report_text(result: MergeResult) -> str:
     """What was done, in how much time and memory."""
     lines = [
         f'merged {len(result.inputs)} checkpoints into {result.output_dir}: '
-        f'{result.averaged_tensors} tensors, {result.copied_extra_states} _extra_state entries',
+        f'{result.averaged_tensors} tensors, {result.copied_extra_states} _extra_state entries'
     ]
     wrote = f'{_written(result)} at {format_rate(result.bytes_written, result.timings.total)}'
     memory = result.merge_memory
@@ -174,10 +174,7 @@ def is_report(content: bytes, of: type[Result]) -> bool:
 
 
 def refuse_report(
-    report: Path,
-    target: Path,
-    read_from: Mapping[Path, str],
-    of: type[Result],
+    report: Path, target: Path, read_from: Mapping[Path, str], of: type[Result]
 ) -> None:
     """Raise where writing a report would damage something, or can't work.
 

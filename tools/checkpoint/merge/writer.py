@@ -287,11 +287,7 @@ def save_merged(
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='torch.distributed is disabled')
             dcp.save(
-                {},
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                **_no_dist(group),
+                {}, storage_writer=writer, planner=planner, process_group=group, **_no_dist(group)
             )
     finally:
         for merger in planner.mergers:

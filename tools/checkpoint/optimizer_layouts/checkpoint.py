@@ -21,11 +21,7 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError, reading

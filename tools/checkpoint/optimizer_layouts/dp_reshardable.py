@@ -274,11 +274,7 @@ def _chunks(checkpoint: Checkpoint, stored: Stored, states: Sequence[str]) -> It
 
 
 def _take_pieces(
-    given: _Given,
-    stored: Stored,
-    position: tuple[int, int],
-    placed: Placed,
-    states: Sequence[str],
+    given: _Given, stored: Stored, position: tuple[int, int], placed: Placed, states: Sequence[str]
 ) -> None:
     at, bucket = placed.place.start, placed.place.bucket
     for part in placed.parameter.parts(given.tensor_rank(position)):

@@ -174,10 +174,7 @@ def _tensor_size(checkpoint: Checkpoint) -> int:
 
 
 def _ranks(
-    checkpoint: Checkpoint,
-    unit: tuple[str, int, int, str],
-    parts: dict[str, list[Part]],
-    size: int,
+    checkpoint: Checkpoint, unit: tuple[str, int, int, str], parts: dict[str, list[Part]], size: int
 ) -> tuple[tuple[Part, ...], ...]:
     if set(parts) != {''}:
         names = next((names for names in _SPLIT if set(names) == set(parts)), None)

@@ -13,21 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
-    PARAM,
-    state_key,
-)
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 from megatron_overlay.standalone.dist_checkpointing.format_names import TORCH_DIST
 
 from ..merge.geometry import Box
-from ..merge.plan import (
-    ChunkJob,
-    MadeBytes,
-    MergePlan,
-    OutputTensor,
-    RankShare,
-    balanced,
-)
+from ..merge.plan import ChunkJob, MadeBytes, MergePlan, OutputTensor, RankShare, balanced
 from ..merge.source import Slice, StoredChunk, stored_chunk
 from .checkpoint import Checkpoint
 from .common_state import converted_common_state

@@ -10,10 +10,7 @@ from megatron_overlay.standalone.dist_checkpointing.format_names import (
     TORCH_DIST,
 )
 
-from ..common.directory import (
-    FoundCheckpoint,
-    find_checkpoint_of,
-)
+from ..common.directory import FoundCheckpoint, find_checkpoint_of
 from ..common.errors import CheckpointError, reading
 from ..common.paths import (
     CONFIG_NAME,

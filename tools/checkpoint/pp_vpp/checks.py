@@ -47,10 +47,7 @@ _SHAPE_ARGS = (
 _PADDED_VOCABULARY = 'padded_vocab_size'  # a multiple of the tensor-parallel size
 # Sides of one model may be launched by scripts of their own; within a side these are the same.
 _RUN_ARGS = ('seed', 'consumed_train_samples', 'params_dtype')
-_HETEROGENEOUS = (
-    'heterogeneous_layers_config_path',
-    'heterogeneous_layers_config_encoded_json',
-)
+_HETEROGENEOUS = ('heterogeneous_layers_config_path', 'heterogeneous_layers_config_encoded_json')
 _REPLICATED = ('layernorm.weight', 'layernorm.bias', 'layer_norm_weight', 'layer_norm_bias')
 # Of these a tensor rank holds a part of the columns, whatever the model.
 _ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')

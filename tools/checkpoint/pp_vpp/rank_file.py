@@ -205,10 +205,7 @@ def whole_chunk(file: RankFile, number: int | None) -> NewChunk:
 
 
 def assembled_chunk(
-    move: Move,
-    pieces: Sequence[tuple[LayerRange, RankFile]],
-    first: edges.End,
-    last: edges.End,
+    move: Move, pieces: Sequence[tuple[LayerRange, RankFile]], first: edges.End, last: edges.End
 ) -> NewChunk:
     """A chunk put together from layers of old ones.
 
