@@ -1,6 +1,6 @@
 """The plan of a conversion, as data: which stored elements make which part of the output.
 
-A format's module (see ``formats``) yields an ``OptimizerPlan``; ``make_plan`` adds what is copied
+A format's module (see ``prepare``) yields an ``OptimizerPlan``; ``make_plan`` adds what is copied
 and shares the work out. Both are made from metadata and small objects, before a tensor is read.
 
 An example: saved by two data-parallel ranks, ``optimizer.state.exp_avg.output_layer.weight`` may be
@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
-from megatron_overlay.standalone.dist_checkpointing.format_names import TORCH_DIST
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FULLY_RESHARDABLE,
+    TORCH_DIST,
+)
 
+from ..merge.common_state import CommonState
 from ..merge.geometry import Box
 from ..merge.plan import ChunkJob, MadeBytes, MergePlan, OutputTensor, RankShare, balanced
 from ..merge.source import Slice, StoredChunk, stored_chunk
 from .checkpoint import Checkpoint
-from .common_state import converted_common_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
     plan = MergePlan(tensors=optimizer.tensors, byte_entries=[*optimizer.made])
     if optimizer.format == TORCH_DIST:
         plan.config = checkpoint.config
-        plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
+        plan.common_state = _converted_common_state(checkpoint.common, optimizer.settings)
         plan.reshaped = {
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         }
@@ -168,3 +171,24 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
         for share in balanced(jobs, sizes, world_size)
     ]
     return plan
+
+
+def _converted_common_state(
+    common: CommonState, settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a run that had saved ``fully_reshardable`` would have stored."""
+    optimizers = [
+        {**setting, 'param_state_sharding_type': FULLY_RESHARDABLE} for setting in settings
+    ]
+    content = {
+        'distrib_optim_sharding_type': FULLY_RESHARDABLE,
+        'distrib_optim_fully_reshardable_mem_efficient': False,
+        'chained_optim_avoid_prefix': True,
+    }
+    stored = common.state.get('content_metadata')
+    if isinstance(stored, Mapping):
+        content = {**stored, **content}
+    state = {**common.state, 'content_metadata': content}
+    if optimizers:
+        state['optimizer'] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+    return state
