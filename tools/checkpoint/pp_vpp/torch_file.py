@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from operator import is_
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -271,12 +272,8 @@ def trimmed(value: Any) -> Any:
         return new
     if type(value) in (list, tuple):
         items = [trimmed(item) for item in value]
-        return value if all(map(_is, items, value)) else type(value)(items)
+        return value if all(map(is_, items, value)) else type(value)(items)
     return value
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _trim(tensor: torch.Tensor) -> torch.Tensor:
