@@ -79,7 +79,7 @@ class Ranks:
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
-        return self.scatter([value] * self.size if self.rank == 0 else None)  # type: ignore[list-item]
+        return self.scatter([value] * self.size if self.rank == 0 else None)  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
         """Each rank's value, on rank 0."""
