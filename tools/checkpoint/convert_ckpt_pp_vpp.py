@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -297,14 +298,7 @@ def _run(asked: commands.Conversion, args: argparse.Namespace) -> int:
     from .pp_vpp.convert import Options, execute, prepare
     from .pp_vpp.table import mapping_table, outputs_summary, trackers_summary
 
-    options = Options(
-        iteration=args.iteration,
-        drop_optimizer=args.drop_optimizer,
-        trust=args.trust_checkpoints,
-        workers=args.workers,
-        dry_run=args.dry_run,
-        overwrite=args.overwrite,
-    )
+    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     start = time.perf_counter()
     try:
         checked = prepare(asked, options)

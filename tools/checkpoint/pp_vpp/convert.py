@@ -58,14 +58,14 @@ class Options:
 
     iteration: int | None = None
     drop_optimizer: bool = False
-    trust: bool = False
+    trust_checkpoints: bool = False
     workers: int | None = None
     dry_run: bool = False
     overwrite: bool = False
 
     def map(self, path: Path) -> torch_file.MappedFile:
         with _loading:
-            return torch_file.read(path, self.trust)
+            return torch_file.read(path, self.trust_checkpoints)
 
     def read(self, path: Path) -> rank_file.RankFile:
         return rank_file.take_apart(self.map(path), with_optimizer=not self.drop_optimizer)
