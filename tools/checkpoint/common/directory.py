@@ -33,6 +33,7 @@ from .paths import (
     RELEASE,
     TRACKER_NAME,
     describe_foreign,
+    is_rank_dirname,
     iteration_dir,
     named_path,
     parse_iteration_dirname,
@@ -127,7 +128,7 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         )
     if CONFIG_NAME in names:
         return TORCH_DIST, None
-    if any(name.startswith('mp_rank_') for name in names):
+    if any(map(is_rank_dirname, names)):
         return LEGACY, None
     if METADATA_NAME not in names:
         raise CheckpointError(

@@ -66,6 +66,11 @@ def parse_iteration_dirname(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def is_rank_dirname(name: str) -> bool:
+    """Whether a name is meant for the directory of one rank's file, as legacy checkpoints have."""
+    return name.startswith('mp_rank')
+
+
 def list_iterations(root: str | Path) -> dict[int, Path]:
     """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order."""
     refuse_url(root)
@@ -200,7 +205,7 @@ def describe_foreign(directory: Path, expected: str = 'torch_dist') -> str:
     except OSError as error:
         return f"can't be read: {one_line(error)}"
     missing = f'no {CONFIG_NAME}'
-    if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
+    if any(map(is_rank_dirname, names)):
         return (
             f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; '
             f'{LEGACY_WAY_OUT}'

@@ -208,7 +208,7 @@ def describe(report: ResumeReport) -> str:
     """The report in words, several lines."""
     lines = [
         f'{report.checkpoint_dir}',
-        f'  iteration        {_or_unknown(report.iteration)}',
+        f'  iteration        {"unknown" if report.iteration is None else report.iteration}',
         f'  optimizer state  {report.sharding_type}',
         f'  step             {", ".join(map(str, sorted(report.steps))) or "not stored"}',
         f'  leaked step      {_leak(report)}',
@@ -219,10 +219,6 @@ def describe(report: ResumeReport) -> str:
         *(f'  - {line}' for line in _stock(report)),
     ]
     return '\n'.join(map(printable, lines))
-
-
-def _or_unknown(value: Any) -> str:
-    return 'unknown' if value is None else str(value)
 
 
 def _leak(report: ResumeReport) -> str:

@@ -16,6 +16,7 @@ from ..common.numbers import number_in
 from ..common.paths import (
     RELEASE,
     TRACKER_NAME,
+    is_rank_dirname,
     iteration_dir,
     iteration_dirname,
     iterations_in,
@@ -259,7 +260,7 @@ def look_at(name: str, directory: Path, read: MapFile) -> Side:
         CheckpointError: a directory name that isn't one of Megatron's; a rank without its file;
             a file that isn't a rank's
     """
-    names = sorted(entry.name for entry in directory.iterdir() if entry.name[:7] == 'mp_rank')
+    names = sorted(entry.name for entry in directory.iterdir() if is_rank_dirname(entry.name))
     ranks = [_parse(directory, entry) for entry in names]
     paths = [directory / entry / FILE_NAME for entry in names]
     for path in paths:
