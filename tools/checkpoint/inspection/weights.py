@@ -41,7 +41,6 @@ from ..merge.source import Places, TensorEntry, tensor_entry
 from ..merge.verify import assembled
 from .resume import find_distributed, read_stored
 
-_OPEN_FILES = 64
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,7 +103,7 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     size = sum(4 * math.prod(tensors[key].size) for key, _ in pairs)
     with (
         progress_bar(size, 'compared', unit='B') as progress,
-        closing(OpenFiles(_OPEN_FILES)) as files,
+        closing(OpenFiles()) as files,
     ):
         for pair in pairs:
             entries = [tensor_entry(key, tensors[key], places) for key in pair]

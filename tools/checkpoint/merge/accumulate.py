@@ -23,7 +23,6 @@ from .source import StoredChunk
 BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
 SMALL_ARCHIVE = 256 << 10  # bytes; up to here one is read whole, in one go
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
-_OPEN_FILES = 64
 # a cast to these makes their largest value of all that is larger; what is rounded to it
 _SATURATING = {torch.float8_e4m3fn: 464.0}
 
@@ -53,7 +52,7 @@ class ChunkMerger:
         self._block = BLOCK_ELEMENTS
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
-        self._files = OpenFiles(_OPEN_FILES)
+        self._files = OpenFiles()
         self._accumulator = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32, device='cpu')
         self._scratch = torch.empty_like(self._accumulator)
         self._raw = _RawBuffer(BLOCK_ELEMENTS)

@@ -34,7 +34,7 @@ _STORAGES = {
 class OpenFiles:
     """Descriptors of the files that one thread reads, the least recently used closed first."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = 64) -> None:
         self._limit = limit
         self._open: OrderedDict[str, int] = OrderedDict()
 

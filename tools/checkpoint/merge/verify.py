@@ -19,8 +19,6 @@ from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare
 from .source import Slice, StoredChunk
 
-_OPEN_FILES = 64
-
 
 def verify_share(
     directory: Path,
@@ -37,7 +35,7 @@ def verify_share(
         on_bytes: told the source bytes of each chunk that was checked
     """
     stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
-    with closing(OpenFiles(_OPEN_FILES)) as files:
+    with closing(OpenFiles()) as files:
         for job in share.chunks:
             path, piece = next(stored)
             found = fault(job, StoredChunk(path, piece, job.box, job.dtype), files)

@@ -20,8 +20,6 @@ from ..merge.plan import ChunkJob
 from ..merge.source import StoredChunk
 from .plan import OutputChunk, Piece
 
-_OPEN_FILES = 64
-
 
 class NotItsWeightError(CheckpointError):
     """A main parameter, cast, isn't the weight that it is taken for."""
@@ -37,7 +35,7 @@ class Assembler:
 
     def __init__(self, stop: threading.Event | None = None) -> None:
         self._stop = stop or threading.Event()
-        self._files = OpenFiles(_OPEN_FILES)
+        self._files = OpenFiles()
         self._block = torch.empty(4 * BLOCK_ELEMENTS, dtype=torch.uint8, device='cpu')
         self._other = torch.empty_like(self._block)
         self.read_seconds = 0.0
