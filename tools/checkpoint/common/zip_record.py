@@ -100,23 +100,29 @@ class Archive:
         return {name: self._entries[name].crc for name in self._by_place()}
 
     def crc_places(self) -> dict[bytes, list[int]]:
-        """Where each record's CRC-32 stands: in its entry, and after its content.
+        """Where each record's CRC-32 stands: in its entry, and after its content if it has any.
 
         Raises:
-            NotPlain: it isn't where torch puts it, or what the records take is not apart
+            NotPlain: one isn't where torch puts it, or what the records take is not apart
         """
-        ends = {}
+        places: dict[bytes, list[int]] = {}
+        ends = []
         for name in self._by_place():
+            entry = self._entries[name]
             start, size = self.place(name.removeprefix(self.root))
-            flags = HEADER.unpack_from(self._read(self._entries[name].header, HEADER.size))[2]
-            descriptor = self._read(start + size, _CRC_IN_DESCRIPTOR)
-            if not flags & _HAS_DESCRIPTOR or descriptor != b'PK\x07\x08':
-                raise NotPlain
-            ends[name] = start + size + _CRC_IN_DESCRIPTOR
-        headers = [self._entries[name].header for name in ends] + [self._start]
-        if any(end + 4 > after for end, after in zip(ends.values(), headers[1:], strict=True)):
+            end = start + size
+            places[name] = [entry.at + _CRC_IN_ENTRY]
+            if size:
+                flags = HEADER.unpack_from(self._read(entry.header, HEADER.size))[2]
+                if not flags & _HAS_DESCRIPTOR or self._read(end, 4) != b'PK\x07\x08':
+                    raise NotPlain
+                places[name].append(end + _CRC_IN_DESCRIPTOR)
+                end += _CRC_IN_DESCRIPTOR + 4
+            ends.append(end)
+        following = [self._entries[name].header for name in places][1:] + [self._start]
+        if any(end > header for end, header in zip(ends, following, strict=True)):
             raise NotPlain
-        return {name: [self._entries[name].at + _CRC_IN_ENTRY, end] for name, end in ends.items()}
+        return places
 
     def _by_place(self) -> list[bytes]:
         if not all(name.startswith(self.root) for name in self._entries):
