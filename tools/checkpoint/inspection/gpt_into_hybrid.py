@@ -73,7 +73,7 @@ def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
             f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
         )
     check_stored_files(found.directory, found.metadata)
-    stored = read_stored(found)
+    stored = read_stored(found, layout)
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
         raise CheckpointError(plan.refusal)

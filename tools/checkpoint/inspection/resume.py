@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import OPTIMIZER, parse_position
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
 from megatron_overlay.standalone.dist_checkpointing.format_names import (
     FLATTENED,
     FULLY_RESHARDABLE,
@@ -135,9 +138,13 @@ def find_distributed(checkpoint: str | Path) -> FoundCheckpoint:
     return found
 
 
-def read_stored(found: FoundCheckpoint) -> StoredCheckpoint:
-    """What is known of a checkpoint that DCP wrote, by its metadata and common state."""
-    layout = layout_from_metadata(found.metadata)
+def read_stored(found: FoundCheckpoint, layout: CheckpointLayout | None = None) -> StoredCheckpoint:
+    """What is known of a checkpoint that DCP wrote, by its metadata and common state.
+
+    Args:
+        layout: by its metadata, where that has been looked at
+    """
+    layout = layout or layout_from_metadata(found.metadata)
     common = {} if found.format == TORCH_DCP else _common_state(found.directory, found.metadata)
     return StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
 
