@@ -10,11 +10,7 @@ from megatron_overlay._needs import NEEDS
 
 
 def main() -> int:
-    """Print the state of the overlay in this environment.
-
-    Returns:
-        0 when all of the overlay is active over a supported megatron-core, else 1.
-    """
+    """Print the state; returns 0 when all of the overlay is active over a supported core, or 1."""
     if sys.argv[1:] in (['-h'], ['--help']):
         print('usage: python -m megatron_overlay [--version]\n')
         print(

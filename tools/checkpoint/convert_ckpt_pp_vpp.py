@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import add_version, local_path, natural, positive
+from .common.arguments import Parser, local_path, natural, positive
 from .common.errors import CheckpointError
 from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
@@ -164,13 +165,7 @@ _SAVE = ('save-dir', 'save-dir-edge', 'save-dir-cloud')
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = argparse.ArgumentParser(
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(top)
+    top = Parser(description=_DESCRIPTION)
     subparsers = top.add_subparsers(dest='command', required=True, metavar='COMMAND')
     for name, what, how, directories, options, required in (
         ('merge', 'PP to VPP', _HOW_TO_MERGE, _LOAD + _SAVE, _MERGE, ()),
@@ -184,14 +179,7 @@ def parser() -> argparse.ArgumentParser:
             ('pipeline-size', 'virtual-size'),
         ),
     ):
-        command = subparsers.add_parser(
-            name,
-            help=what,
-            description=how,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        add_version(command)
+        command = subparsers.add_parser(name, help=what, description=how)
         for directory in directories:
             verb, _, side = directory.partition('-dir')
             text = 'root of the source' if verb == 'load' else 'root of the output'
@@ -291,14 +279,7 @@ def _refuse(args: argparse.Namespace, flag: str, *names: str) -> None:
 
 @ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; those of the process where None
-
-    Returns:
-        0, 1 after an error, 2 on wrong usage, 128 plus the number of a signal that stopped it
-    """
+    """The command line; returns 0, 1 on an error, 2 on wrong usage, 128 + n on signal n."""
     args = parser().parse_args(argv)
     reason = missing_packages()
     if reason is not None:
@@ -317,14 +298,7 @@ def _run(asked: commands.Conversion, args: argparse.Namespace) -> int:
     from .pp_vpp.convert import Options, execute, prepare
     from .pp_vpp.table import mapping_table, outputs_summary, trackers_summary
 
-    options = Options(
-        iteration=args.iteration,
-        drop_optimizer=args.drop_optimizer,
-        trust=args.trust_checkpoints,
-        workers=args.workers,
-        dry_run=args.dry_run,
-        overwrite=args.overwrite,
-    )
+    options = Options(**{option.name: getattr(args, option.name) for option in fields(Options)})
     start = time.perf_counter()
     try:
         checked = prepare(asked, options)

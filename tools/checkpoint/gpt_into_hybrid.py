@@ -10,7 +10,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import add_version, not_a_url
+from .common.arguments import Parser, not_a_url
 from .common.interrupt import ends_on_interrupt
 from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import import_quickly, missing_packages
@@ -38,14 +38,7 @@ when no options make it; 2 on wrong usage
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
+    parser = Parser(description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument(
         'checkpoint',
         type=not_a_url,
@@ -80,12 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when the load will work, with the options that the last line names; 1 when it won't, and
-        that line is the reason.
-    """
+    """The command line; returns 0 or 1 (see ``--help``), or 2 on wrong usage."""
     options = make_parser().parse_args(_with_pattern_last(sys.argv[1:] if argv is None else argv))
     reason = missing_packages() or why_not_active('megatron.training.checkpointing', *LOAD_MODULES)
     if reason:

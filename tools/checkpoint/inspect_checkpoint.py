@@ -19,7 +19,7 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import add_version, not_a_url
+from .common.arguments import Parser, not_a_url
 from .common.interrupt import ends_on_interrupt
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
@@ -47,14 +47,7 @@ line where there is nothing to report on; 2 on wrong usage
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
+    parser = Parser(description=_DESCRIPTION, epilog=_EPILOG)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         'path',

@@ -12,21 +12,20 @@ if __package__ in (None, ''):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = 'tools.checkpoint'
 
-from .common.arguments import add_version, local_path
+from .common.arguments import Parser, local_path
 from .common.interrupt import ends_on_interrupt
 from .common.overlay import LOAD_MODULES, why_not_active
 from .common.quiet import import_quickly, missing_packages
 from .common.stdout import complain, tell
 
+_DESCRIPTION = """\
+Tell from a distributed checkpoint what resuming from it will do to the optimizer. Changes nothing,
+and reads no tensors without --check-weights.
+"""
+
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description='Tell from a distributed checkpoint what resuming from it will do to the '
-        'optimizer. Changes nothing, and reads no tensors without --check-weights.',
-        allow_abbrev=False,
-    )
-    add_version(parser)
+    parser = Parser(description=_DESCRIPTION)
     parser.add_argument(
         'checkpoint', type=local_path, help='directory of one iteration, or the one above it'
     )
@@ -40,11 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @ends_on_interrupt
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line.
-
-    Returns:
-        0 when a report was printed and no weight differs, else 1.
-    """
+    """The command line; returns 0 when a report was printed and no weight differs, else 1."""
     options = make_parser().parse_args(argv)
     reason = missing_packages() or why_not_active(*LOAD_MODULES)
     if reason:

@@ -63,6 +63,7 @@ _POSITION = re.compile(
     r'\.bucket_idx_(?P<bucket>\d+)\.)?(?P<entry>\w+)',
     re.ASCII,
 )
+_BUFFERS = ('expert_bias', 'local_tokens_per_expert', 'inv_freq')
 _CHUNK = re.compile(r'model(\d*)', re.ASCII)
 _WRAPPERS = re.compile(r'(?<![^.])(?:module\.)*\Z')
 
@@ -136,6 +137,11 @@ def is_extra_state(key: str) -> bool:
     """Whether an entry is ``_extra_state``; of grouped experts each has a number."""
     last = without_shard(key).rpartition('.')[2]
     return last.startswith('_extra_state') and last.rstrip('0123456789') == '_extra_state'
+
+
+def is_buffer(key: str) -> bool:
+    """Whether an entry is of those that are saved with the weights without being trained."""
+    return key.rpartition('.')[2] in _BUFFERS
 
 
 def without_shard(key: str) -> str:

@@ -38,9 +38,7 @@ if __name__.startswith('megatron.'):
         ShardedTensor,
         ShardedTensorFactory,
     )
-    from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[attr-defined]
-        _get_filesystem_reader,
-    )
+    from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader  # type: ignore[attr-defined]
 
 # The number of layers is read from a file, and lists are made of that length.
 _MOST_LAYERS = 100_000

@@ -71,7 +71,6 @@ class NotesReads:
     """Mixin of a DCP load planner, which tells the current record what arrives."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """The planner's own."""
         super().commit_tensor(read_item, tensor)  # type: ignore[misc]  # a planner's
         if _current is not None:
             _current.note(read_item)
@@ -81,7 +80,6 @@ class DTensorLoadPlanner(NotesReads, DefaultLoadPlanner):
     """DCP's planner, for what no ``ShardedTensor`` describes: it also notes what is requested."""
 
     def create_local_plan(self) -> LoadPlan:
-        """The planner's own."""
         plan = super().create_local_plan()
         if _current is not None:
             for key, tensor in self.state_dict.items():

@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 from pathlib import Path, PurePath
+from typing import Any
 
 from megatron_overlay import __version__
 
@@ -64,8 +65,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_version(parser: argparse.ArgumentParser) -> None:
-    """Give a command its ``--version``."""
-    parser.add_argument(
-        '--version', action='version', version=f'megatron-checkpoint-toolkit {__version__}'
-    )
+class Parser(argparse.ArgumentParser):
+    """A command's parser, and those of its own commands: help as it is written, ``--version``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
+        )
+        self.add_argument(
+            '--version', action='version', version=f'megatron-checkpoint-toolkit {__version__}'
+        )

@@ -33,6 +33,7 @@ from .paths import (
     RELEASE,
     TRACKER_NAME,
     describe_foreign,
+    is_rank_dirname,
     iteration_dir,
     named_path,
     parse_iteration_dirname,
@@ -52,7 +53,6 @@ class FoundCheckpoint:
     """A checkpoint that was finished, as far as its files tell.
 
     Attributes:
-        directory: of the iteration.
         format: as ``--ckpt-format`` names it.
         load: arguments with which a run loads it; empty where none do.
         given_to_load: the path that was looked at is what ``--load`` takes.
@@ -66,11 +66,7 @@ class FoundCheckpoint:
 
     @cached_property
     def metadata(self) -> 'Metadata':
-        """Of a checkpoint that DCP wrote, which no legacy one is.
-
-        Raises:
-            CheckpointError: it can't be read
-        """
+        """Of a checkpoint that DCP wrote, which no legacy one is."""
         return self._metadata or _read_metadata(self.directory)
 
     @property
@@ -83,7 +79,6 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
     """The checkpoint that ``--load path`` loads, or the one that ``path`` itself is.
 
     Args:
-        path: of either
         step: of ``--ckpt-step``; 0 and None choose none
 
     Raises:
@@ -107,20 +102,12 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """Directory of the ``torch_dist`` checkpoint that ``path`` is, or that its tracker names.
-
-    Raises:
-        CheckpointError: there is none; the message says what was found instead
-    """
+    """Directory of the ``torch_dist`` checkpoint that ``path`` is, or that its tracker names."""
     return find_checkpoint_of(path, TORCH_DIST).directory
 
 
 def find_checkpoint_of(path: str | Path, *formats: str) -> FoundCheckpoint:
-    """The same of any of these formats.
-
-    Raises:
-        CheckpointError: as above
-    """
+    """The same of any of these formats."""
     found = find_checkpoint(path)
     if found.format not in formats:
         raise CheckpointError(f'{found.directory}: {describe_foreign(found.directory)}')
@@ -141,7 +128,7 @@ def _format(directory: Path) -> 'tuple[str, Metadata | None]':
         )
     if CONFIG_NAME in names:
         return TORCH_DIST, None
-    if any(name.startswith('mp_rank_') for name in names):
+    if any(map(is_rank_dirname, names)):
         return LEGACY, None
     if METADATA_NAME not in names:
         raise CheckpointError(

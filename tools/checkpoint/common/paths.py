@@ -44,11 +44,7 @@ def refuse_url(path: str | Path) -> None:
 
 
 def refuse_no_directory(path: str | Path) -> None:
-    """Raise where there is no directory at a path that is to be read.
-
-    Raises:
-        CheckpointError: nothing is there, or a file, or it can't be looked at
-    """
+    """Raise where there is no directory at a path that is to be read."""
     try:
         is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError as error:
@@ -70,12 +66,13 @@ def parse_iteration_dirname(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def list_iterations(root: str | Path) -> dict[int, Path]:
-    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order.
+def is_rank_dirname(name: str) -> bool:
+    """Whether a name is meant for the directory of one rank's file, as legacy checkpoints have."""
+    return name.startswith('mp_rank')
 
-    Raises:
-        CheckpointError: ``root`` is no directory that can be read
-    """
+
+def list_iterations(root: str | Path) -> dict[int, Path]:
+    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order."""
     refuse_url(root)
     refuse_no_directory(root)
     try:
@@ -112,11 +109,7 @@ def read_tracker(root: str | Path) -> int | Literal['release']:
 
 
 def tracker_target(root: str | Path) -> Path:
-    """The directory that the tracker in ``root`` points at.
-
-    Raises:
-        CheckpointError: the tracker is unusable, or the directory it names doesn't exist
-    """
+    """The directory that the tracker in ``root`` points at."""
     iteration = read_tracker(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
@@ -128,11 +121,7 @@ def tracker_target(root: str | Path) -> Path:
 
 
 def iteration_dir(root: str | Path, iteration: int | str) -> Path:
-    """Directory of one iteration (or ``'release'``) in ``root``.
-
-    Raises:
-        CheckpointError: it doesn't exist; the message lists what does
-    """
+    """Directory of one iteration (or ``'release'``) in ``root``."""
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
@@ -161,11 +150,7 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def existing_parent(target: Path) -> Path:
-    """The directory nearest to ``target`` that exists, itself included.
-
-    Raises:
-        CheckpointError: there is something else in its way
-    """
+    """The directory nearest to ``target`` that exists, itself included."""
     for path in (target, *target.parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):
@@ -220,7 +205,7 @@ def describe_foreign(directory: Path, expected: str = 'torch_dist') -> str:
     except OSError as error:
         return f"can't be read: {one_line(error)}"
     missing = f'no {CONFIG_NAME}'
-    if any(re.fullmatch(r'mp_rank_\d\d.*', name) for name in names):
+    if any(map(is_rank_dirname, names)):
         return (
             f'{missing}: a legacy `torch` checkpoint (mp_rank_*), expected torch_dist; '
             f'{LEGACY_WAY_OUT}'

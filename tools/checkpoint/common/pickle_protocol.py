@@ -79,11 +79,7 @@ class _Translation:
         return b''.join(self._out) + pickle.STOP
 
     def add(self, operation: pickletools.OpcodeInfo, argument: object, raw: bytes) -> None:
-        """Translate one operation.
-
-        Raises:
-            pickle.UnpicklingError: that can't be done
-        """
+        """Translate one operation."""
         name = operation.name
         if name in ('PROTO', 'FRAME'):
             return

@@ -130,7 +130,6 @@ class Publication:
         self._signals = _Signals()
 
     def path(self, target: str | Path) -> Path:
-        """Where to write what will become ``target``."""
         return self.staging[Path(target).absolute()]
 
     def __enter__(self) -> Self:
@@ -310,9 +309,7 @@ class _Signals:
 
 
 def refuse_existing(
-    target: Path,
-    finished: bool = False,
-    way_out: str = 'an output is never replaced; name another',
+    target: Path, finished: bool = False, way_out: str = 'an output is never replaced; name another'
 ) -> None:
     """Raise where ``target`` exists.
 

@@ -27,11 +27,7 @@ def tell(text: str) -> bool:
 
 
 def complain(reason: object) -> int:
-    """Print why a tool ends, in the one form that all of them have.
-
-    Returns:
-        the exit status that goes with it
-    """
+    """Print why a tool ends, in the one form that all of them have; returns its exit status."""
     if sys.stderr is not None:  # else print would take standard output
         print(f'error: {printable(str(reason))}', file=sys.stderr)
     return 1

@@ -18,6 +18,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
 )
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
@@ -41,7 +42,6 @@ class Slice:
 
     @classmethod
     def of(cls, info: _StorageInfo) -> Self:
-        """The bytes that the metadata names."""
         return cls(info.relative_path, info.offset, info.length)
 
 
@@ -74,11 +74,7 @@ def check_file(file: Path, size: int) -> None:
 
 
 def check_files(needed: Iterable[tuple[Path, int]]) -> None:
-    """Refuse files that are missing or end before what lies in them.
-
-    Args:
-        needed: of each part the file, and where in it the part ends
-    """
+    """Refuse files that are missing or end before what lies in them."""
     ends: dict[Path, int] = {}
     for file, end in needed:
         ends[file] = max(ends.get(file, 0), end)
@@ -93,6 +89,15 @@ def check_stored_files(directory: Path, metadata: Metadata) -> None:
     check_files((paths[piece.file], piece.end) for piece in slices)
 
 
+def tensors_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """What is stored as tensors, by key."""
+    return {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
 def common_state_slice(metadata: Metadata) -> Slice | None:
     """Where the common state is stored among the tensors (megatron-core 0.19); None if it isn't."""
     for index, info in metadata.storage_data.items():
@@ -102,18 +107,12 @@ def common_state_slice(metadata: Metadata) -> Slice | None:
 
 
 def read_common_state(
-    directory: Path,
-    embedded: Slice | None,
-    *,
-    trust: bool = False,
-    trust_hint: str = TRUST_HINT,
+    directory: Path, embedded: Slice | None, *, trust: bool = False, trust_hint: str = TRUST_HINT
 ) -> dict[str, Any] | None:
     """Common state of a checkpoint, from ``common.pt`` or where it is stored among the tensors.
 
     Args:
         embedded: that place, see ``common_state_slice``
-        trust: unpickle without restriction
-        trust_hint: the way out that the message names when a class is refused
 
     Returns:
         the state dict, optimizers' classes in it as stand-ins; None where there is none
@@ -149,9 +148,6 @@ def read_object(
     Args:
         key: what error messages call it
         stand_in_for: tells of a class's full name whether it is read as a stand-in
-
-    Raises:
-        CheckpointError: as ``read_common_state``
     """
     path = stored_file(directory, place.file)
     check_file(path, place.end)

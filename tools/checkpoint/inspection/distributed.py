@@ -3,24 +3,14 @@
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     MODEL,
     is_training_state,
     kind_of,
 )
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
-from megatron_overlay.standalone.dist_checkpointing.format_names import (
-    FSDP_DTENSOR,
-    HYBRID,
-    TORCH_DIST,
-)
-from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
-from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
-    StoredCheckpoint,
-    stored_optimizer_format,
-)
+from megatron_overlay.standalone.dist_checkpointing.format_names import HYBRID, TORCH_DIST
+from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import stored_optimizer_format
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import (
     unstored_options,
     unstored_state,
@@ -31,11 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..common.directory import FoundCheckpoint
 from ..common.errors import CheckpointError
 from ..common.paths import COMMON_FILE, parse_iteration_dirname
-from ..common.stored import COMMON_KEY, check_stored_files
+from ..common.stored import COMMON_KEY, check_stored_files, tensors_in
 from ..merge.integrity import MANIFEST, read_manifest
 from ..merge.source import read_config
 from . import uses
-from .resume import read_common_state, resume_report
+from .resume import read_stored, resume_report
 from .summary import (
     Amount,
     CheckpointSummary,
@@ -59,23 +49,15 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         read_config(directory)
     check_stored_files(directory, metadata)
     manifest = _manifest(directory)
-    layout = layout_from_metadata(metadata)
-    model = ModelSummary.of(layout)
-    common: dict[str, Any] = {}
-    report = None
-    if format_ in (TORCH_DIST, FSDP_DTENSOR):
-        common = read_common_state(directory, metadata)
-    if format_ == TORCH_DIST:
-        report = resume_report(directory, metadata, common)
-    parallel = parallel_sizes(arguments_in(common))
-    iteration = common.get('iteration')
+    stored = read_stored(found)
+    assert stored.layout is not None
+    model = ModelSummary.of(stored.layout)
+    report = resume_report(metadata, stored) if format_ == TORCH_DIST else None
+    parallel = parallel_sizes(stored.args)
+    iteration = stored.common.get('iteration')
     if not isinstance(iteration, int):
         iteration = parse_iteration_dirname(directory.name)
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    tensors = tensors_in(metadata)
     training = {key: entry for key, entry in tensors.items() if is_training_state(key)}
     weights = {key: entry for key, entry in tensors.items() if kind_of(key) == MODEL}
     counted = sum(map(_bytes, [*training.values(), *weights.values()]))
@@ -84,7 +66,6 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         info.length for index, info in metadata.storage_data.items() if index.fqn not in tensors
     )
     files, file_bytes = count_files(directory)
-    stored = StoredCheckpoint(layout, common, format_, found.release, str(directory))
     options = unstored_options(unstored_state(stored))
     return CheckpointSummary(
         directory=directory,
@@ -108,7 +89,7 @@ def summarise_distributed(found: FoundCheckpoint) -> CheckpointSummary:
         uses=[
             uses.weighted_merge(directory),
             uses.converter_of_distributed(format_),
-            (uses.hybrid_into_gpt if layout.family == HYBRID else uses.gpt_into_hybrid)(stored),
+            (uses.hybrid_into_gpt if model.family == HYBRID else uses.gpt_into_hybrid)(stored),
             uses.resume(stored, report),
         ],
     )

@@ -35,16 +35,13 @@ from ..common.errors import CheckpointError
 from ..common.paths import TRACKER_NAME
 from ..common.stdout import printable, tell
 from ..common.stored import check_stored_files
-from .resume import read_common_state
+from .resume import read_stored
 
 
 def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **arguments: Any) -> int:
     """Print which hybrid layer reads what, and whether the load will work.
 
     Args:
-        checkpoint: as for ``--load``.
-        pattern: as in ``--hybrid-layer-pattern``.
-        ckpt_step: as in ``--ckpt-step``.
         arguments: of the run, where they aren't those of the one that saved the checkpoint.
 
     Returns:
@@ -76,8 +73,7 @@ def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
             f'{f" ({layout.evidence})" if layout.evidence else ""}, not of a GPT model.'
         )
     check_stored_files(found.directory, found.metadata)
-    common = read_common_state(found.directory, found.metadata)
-    stored = StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
+    stored = read_stored(found, layout)
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
         raise CheckpointError(plan.refusal)

@@ -39,11 +39,7 @@ IN_RANK_FILES = 'in rank files'
 
 
 def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
-    """Look at a checkpoint; its rank files are mapped, no tensor is read.
-
-    Raises:
-        CheckpointError: a file is missing, cut short, damaged, or would have to be run
-    """
+    """Look at a checkpoint; its rank files are mapped, no tensor is read."""
     directory = found.directory
     side = look_at('', directory, lambda path: read(path, False))
     files = {path: read(path, False) for path in side.files.values()}

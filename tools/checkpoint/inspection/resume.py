@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import OPTIMIZER, parse_position
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import (
+    CheckpointLayout,
+    layout_from_metadata,
+)
 from megatron_overlay.standalone.dist_checkpointing.format_names import (
     FLATTENED,
     FULLY_RESHARDABLE,
     IN_BUCKETS,
     LEGACY,
     PLAIN,
+    TORCH_DCP,
     TORCH_DIST,
 )
 from megatron_overlay.standalone.dist_checkpointing.leaked_state import leaked_param_states
@@ -35,12 +39,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_overlay.optimizer_classes import is_optimizer_class
 
-from ..common import stored
-from ..common.directory import find_checkpoint
+from ..common.directory import FoundCheckpoint, find_checkpoint
 from ..common.errors import CheckpointError
 from ..common.paths import RELEASE, describe_foreign
 from ..common.safe_load import NOTHING_RUNS
 from ..common.stdout import printable
+from ..common.stored import (
+    Slice,
+    check_stored_files,
+    common_state_slice,
+    read_common_state,
+    read_object,
+)
 
 
 @dataclass
@@ -48,8 +58,6 @@ class ResumeReport:
     """What a checkpoint says about its optimizer.
 
     Attributes:
-        checkpoint_dir: the directory of one iteration.
-        iteration: as stored; None where it isn't.
         sharding_type: the optimizer's format; ``none`` without optimizer state, ``plain`` for
             an optimizer that isn't distributed.
         steps: Adam's step counts, in the parameter groups or common to all parameters.
@@ -57,7 +65,6 @@ class ResumeReport:
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
         layer_wise: the optimizer is distributed by layers, as of Muon.
-        unstored: what a run asks for and isn't there.
     """
 
     checkpoint_dir: Path
@@ -87,42 +94,29 @@ class ResumeReport:
 
 
 def read_resume_report(checkpoint: str | Path) -> ResumeReport:
-    """Look at a checkpoint.
-
-    Args:
-        checkpoint: directory of one iteration, or one above with a tracker file.
-
-    Raises:
-        CheckpointError: there is no distributed checkpoint, with the reason.
-    """
-    directory, metadata = find_distributed(checkpoint)
-    stored.check_stored_files(directory, metadata)
-    return resume_report(directory, metadata, read_common_state(directory, metadata))
+    """Look at a checkpoint."""
+    found = find_distributed(checkpoint)
+    check_stored_files(found.directory, found.metadata)
+    return resume_report(found.metadata, read_stored(found))
 
 
-def resume_report(directory: Path, metadata: Metadata, common: dict[str, Any]) -> ResumeReport:
-    """What a checkpoint says, whose metadata and common state have been read already.
-
-    Raises:
-        CheckpointError: the optimizers' settings can't be read.
-    """
+def resume_report(metadata: Metadata, stored: StoredCheckpoint) -> ResumeReport:
+    """What a checkpoint says, whose metadata and common state have been read already."""
+    directory = Path(stored.directory)
     # With offloading the optimizers' classes, of anyone's make, stand among their settings.
     settings = _stored_objects(directory, metadata, _is_settings, lambda name: True)
-    iteration = common.get('iteration')
-    stored_checkpoint = StoredCheckpoint(
-        layout_from_metadata(metadata), common, release=directory.name == RELEASE
-    )
+    iteration = stored.common.get('iteration')
     return ResumeReport(
         checkpoint_dir=directory,
         iteration=iteration if isinstance(iteration, int) else None,
-        sharding_type=stored_optimizer_format(stored_checkpoint),
-        steps=_steps(common.get('optimizer')).union(*map(_steps, settings)),
+        sharding_type=stored_optimizer_format(stored),
+        steps=_steps(stored.common.get('optimizer')).union(*map(_steps, settings)),
         leaked_steps=sum(
-            _count_leaves(state['param_state']) for state in leaked_param_states(common)
+            _count_leaves(state['param_state']) for state in leaked_param_states(stored.common)
         ),
-        offload_fraction=_offload_fraction(stored_checkpoint.args),
-        layer_wise=is_layer_wise(stored_checkpoint.args),
-        unstored=unstored_state(stored_checkpoint),
+        offload_fraction=_offload_fraction(stored.args),
+        layer_wise=is_layer_wise(stored.args),
+        unstored=unstored_state(stored),
     )
 
 
@@ -133,29 +127,32 @@ def _offload_fraction(args: Any) -> float | None:
     return fraction if known else None
 
 
-def find_distributed(checkpoint: str | Path) -> tuple[Path, Metadata]:
-    """Directory and metadata of the ``torch_dist`` checkpoint that is meant.
-
-    Raises:
-        CheckpointError: there is none, with the reason.
-    """
+def find_distributed(checkpoint: str | Path) -> FoundCheckpoint:
+    """The ``torch_dist`` checkpoint that is meant."""
     found = find_checkpoint(checkpoint)
     if found.format != TORCH_DIST:
         reason = f'has the format {found.format}; only {TORCH_DIST} checkpoints can be looked at'
         if found.format == LEGACY:
             reason = describe_foreign(found.directory)
         raise CheckpointError(f'{found.directory}: {reason}')
-    return found.directory, found.metadata
+    return found
 
 
-def read_common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
-    """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty.
+def read_stored(found: FoundCheckpoint, layout: CheckpointLayout | None = None) -> StoredCheckpoint:
+    """What is known of a checkpoint that DCP wrote, by its metadata and common state.
 
-    Raises:
-        CheckpointError: it can't be read, or holds a class that isn't one of Megatron's.
+    Args:
+        layout: by its metadata, where that has been looked at
     """
-    place = stored.common_state_slice(metadata)
-    state = stored.read_common_state(directory, place, trust_hint=NOTHING_RUNS)
+    layout = layout or layout_from_metadata(found.metadata)
+    common = {} if found.format == TORCH_DCP else _common_state(found.directory, found.metadata)
+    return StoredCheckpoint(layout, common, found.format, found.release, str(found.directory))
+
+
+def _common_state(directory: Path, metadata: Metadata) -> dict[str, Any]:
+    """The common state, from ``common.pt`` or as it is stored among the tensors; maybe empty."""
+    place = common_state_slice(metadata)
+    state = read_common_state(directory, place, trust_hint=NOTHING_RUNS)
     if state is None:
         # Where DCP wrote it without dist_checkpointing, the arguments stand by themselves.
         args = _stored_objects(directory, metadata, 'args'.__eq__, is_optimizer_class)
@@ -171,12 +168,8 @@ def _stored_objects(
 ) -> list[Any]:
     """The objects that are meant, by their keys, each read at its place in its file."""
     return [
-        stored.read_object(
-            directory,
-            stored.Slice.of(info),
-            index.fqn,
-            stand_in_for=stand_in_for,
-            trust_hint=NOTHING_RUNS,
+        read_object(
+            directory, Slice.of(info), index.fqn, stand_in_for=stand_in_for, trust_hint=NOTHING_RUNS
         )
         for index, info in metadata.storage_data.items()
         if is_meant(index.fqn)
@@ -222,7 +215,7 @@ def describe(report: ResumeReport) -> str:
     """The report in words, several lines."""
     lines = [
         f'{report.checkpoint_dir}',
-        f'  iteration        {_or_unknown(report.iteration)}',
+        f'  iteration        {"unknown" if report.iteration is None else report.iteration}',
         f'  optimizer state  {report.sharding_type}',
         f'  step             {", ".join(map(str, sorted(report.steps))) or "not stored"}',
         f'  leaked step      {_leak(report)}',
@@ -233,10 +226,6 @@ def describe(report: ResumeReport) -> str:
         *(f'  - {line}' for line in _stock(report)),
     ]
     return '\n'.join(map(printable, lines))
-
-
-def _or_unknown(value: Any) -> str:
-    return 'unknown' if value is None else str(value)
 
 
 def _leak(report: ResumeReport) -> str:

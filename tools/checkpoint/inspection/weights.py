@@ -17,7 +17,6 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     is_training_state,
     parse_key,
 )
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_metadata
 from megatron_overlay.standalone.dist_checkpointing.format_names import NO_STATE
 from megatron_overlay.standalone.dist_checkpointing.optimizer_load import (
     CONVERTED_FORMATS,
@@ -29,19 +28,19 @@ from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import NO_OPTIMIZER
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..common.errors import CheckpointError
 from ..common.progress import progress_bar
 from ..common.stdout import printable
+from ..common.stored import tensors_in
 from ..merge.geometry import Box
 from ..merge.payload import OpenFiles
 from ..merge.plan import ChunkJob, StoredChunk
 from ..merge.source import Places, TensorEntry, tensor_entry
 from ..merge.verify import assembled
-from .resume import find_distributed, read_common_state
+from .resume import find_distributed, read_stored
 
-_OPEN_FILES = 64
 _COMPARED = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -50,8 +49,6 @@ class WeightCheck:
     """What comparing the main parameters of a checkpoint with its weights found.
 
     Attributes:
-        checkpoint_dir: the directory of one iteration.
-        compared: number of weights that were compared.
         different: weight to the number of its elements that differ, in the checkpoint's order.
         sizes: weight to its number of elements, for those that differ.
         without_main_param: weights that the optimizer has no main parameter for: frozen ones, and
@@ -67,7 +64,6 @@ class WeightCheck:
     not_compared: dict[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """The result in words, several lines."""
         counts = f'{self.compared} main parameters compared with their weights'
         lines = [f'{self.checkpoint_dir}: {counts}, {len(self.different) or "none"} differ']
         lines += [
@@ -92,28 +88,22 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
 
     One stored chunk after the other is read: memory is two chunks, whatever the checkpoint's size.
 
-    Args:
-        checkpoint: directory of one iteration, or one above with a tracker file.
-
     Raises:
         CheckpointError: there is no distributed checkpoint; the optimizer state isn't
             stored by parameter, or can't be read.
     """
-    directory, metadata = find_distributed(checkpoint)
-    tensors = {
-        key: entry
-        for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    found = find_distributed(checkpoint)
+    directory, metadata = found.directory, found.metadata
+    tensors = tensors_in(metadata)
     result = WeightCheck(directory)
     pairs = list(_pairs(tensors, result))
     if not pairs:
-        raise CheckpointError(f'{directory}: {_why_nothing_to_compare(directory, metadata)}')
+        raise CheckpointError(f'{directory}: {_why_nothing_to_compare(read_stored(found))}')
     remainders, places = True, Places(directory, metadata)
     size = sum(4 * math.prod(tensors[key].size) for key, _ in pairs)
     with (
         progress_bar(size, 'compared', unit='B') as progress,
-        closing(OpenFiles(_OPEN_FILES)) as files,
+        closing(OpenFiles()) as files,
     ):
         for pair in pairs:
             entries = [tensor_entry(key, tensors[key], places) for key in pair]
@@ -159,16 +149,14 @@ def _pairs(tensors: dict[str, TensorStorageMetadata], result: WeightCheck) -> It
             yield key, weight
 
 
-def _why_nothing_to_compare(directory: Path, metadata: Metadata) -> str:
-    common = read_common_state(directory, metadata)
-    stored = StoredCheckpoint(layout_from_metadata(metadata), common)
+def _why_nothing_to_compare(stored: StoredCheckpoint) -> str:
     kind = stored_optimizer_format(stored)
     if kind == NO_STATE:
         return f'{NO_OPTIMIZER}, and so no main parameters to compare with the weights'
     if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
         return (
-            f'the main parameters are stored as {kind}; {conversion_command(str(directory))} puts '
-            f'them together and compares each with its weight'
+            f'the main parameters are stored as {kind}; {conversion_command(stored.directory)} '
+            f'puts them together and compares each with its weight'
         )
     return (
         f'no optimizer.state.param.<weight> beside a <weight>, in optimizer state that is stored '

@@ -23,7 +23,6 @@ from .source import StoredChunk
 BLOCK_ELEMENTS = 1 << 18  # small enough for the caches, large enough for few calls
 SMALL_ARCHIVE = 256 << 10  # bytes; up to here one is read whole, in one go
 READ_AHEAD = 4 << 20  # bytes of each source asked for while the ones before are worked on
-_OPEN_FILES = 64
 # a cast to these makes their largest value of all that is larger; what is rounded to it
 _SATURATING = {torch.float8_e4m3fn: 464.0}
 
@@ -37,12 +36,8 @@ class ChunkMerger:
 
     Args:
         weights: one for each source, rounded to fp32 once
-        allow_nonfinite: let inputs be infinite or NaN
-        stop: ends the work at the next block when set
 
     Attributes:
-        read_seconds, math_seconds: where the time went
-        bytes_read: bytes of stored elements read
         nonfinite: (source, key) to the number of its elements that aren't finite
     """
 
@@ -57,7 +52,7 @@ class ChunkMerger:
         self._block = BLOCK_ELEMENTS
         self._allow_nonfinite = allow_nonfinite
         self._stop = stop or threading.Event()
-        self._files = OpenFiles(_OPEN_FILES)
+        self._files = OpenFiles()
         self._accumulator = torch.empty(BLOCK_ELEMENTS, dtype=torch.float32, device='cpu')
         self._scratch = torch.empty_like(self._accumulator)
         self._raw = _RawBuffer(BLOCK_ELEMENTS)
@@ -68,7 +63,6 @@ class ChunkMerger:
         self.nonfinite: Counter[tuple[Path, str]] = Counter()
 
     def close(self) -> None:
-        """Close the files that were read."""
         self._files.close()
 
     def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
@@ -222,7 +216,6 @@ class _RawBuffer:
         self._views: dict[torch.dtype, torch.Tensor] = {}
 
     def elements(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The first ``count`` elements as ``dtype``."""
         if dtype not in self._views:
             self._views[dtype] = self._memory.view(dtype)
         return self._views[dtype][:count]

@@ -1,12 +1,11 @@
 """The command line of ``weighted_merge.py``."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from ..common.arguments import local_path, natural, not_a_url, positive
+from ..common.arguments import Parser, local_path, natural, not_a_url, positive
 from ..common.stdout import complain, tell
 from . import command
 from .request import BYTE_ACCOUNTING, SAVE_DTYPES, MergeRequest
@@ -28,8 +27,7 @@ Give the inputs either as PATH:WEIGHT pairs, or as one ROOT with --start-checkpo
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
-    parser = command.make_parser(_DESCRIPTION)
+    parser = Parser(description=_DESCRIPTION)
     inputs = parser.add_argument_group('inputs')
     inputs.add_argument(
         '--merge-inputs',
@@ -199,7 +197,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check_usage(parser, args)
-    reason = command.start_up(_missing_input(args))
+    reason = command.start_up()
     if reason is not None:
         return complain(reason)
 
@@ -231,17 +229,6 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             '--coefficients is for a range: give one ROOT with --start-checkpoint and '
             '--end-checkpoint'
         )
-
-
-def _missing_input(args: argparse.Namespace) -> str | None:
-    """An input that isn't there, found before torch and megatron-core are imported, for seconds.
-
-    Several ranks may see different files, and tell together.
-    """
-    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        return None
-    paths = [given if _is_range(args) else given.rpartition(':')[0] for given in args.merge_inputs]
-    return next((path for path in paths if path and not os.path.exists(path)), None)
 
 
 def _inputs(args: argparse.Namespace) -> 'Inputs':

@@ -5,24 +5,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..common.arguments import add_version, local_path
+from ..common.arguments import local_path
 from ..common.quiet import import_quickly, missing_packages
 from ..common.stdout import complain, tell
 
 if TYPE_CHECKING:
     from .report import Result
     from .request import Request
-
-
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """A parser, with ``--version``."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_version(parser)
-    return parser
 
 
 def add_trust(inputs: argparse._ActionsContainer) -> None:
@@ -35,11 +24,7 @@ def add_trust(inputs: argparse._ActionsContainer) -> None:
 
 
 def add_run_options(run: argparse._ActionsContainer, dry_run: str, verify: str) -> None:
-    """``--dry-run``, ``--verify`` and ``--report-json``.
-
-    Args:
-        dry_run, verify: what the command does then
-    """
+    """``--dry-run``, ``--verify`` and ``--report-json``."""
     run.add_argument('--dry-run', action='store_true', help=dry_run)
     run.add_argument('--verify', action='store_true', help=verify)
     run.add_argument(
@@ -58,14 +43,8 @@ def check_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f'--report-json {args.report}: no such directory')
 
 
-def start_up(missing_input: object) -> str | None:
-    """Import torch, which takes seconds, unless something is missing; returns what, in words.
-
-    Args:
-        missing_input: a path that isn't there; None where all are
-    """
-    if missing_input is not None:
-        return f"{missing_input}: doesn't exist"
+def start_up() -> str | None:
+    """Import torch, which takes seconds, unless it is missing; says so then."""
     reason = missing_packages()
     if reason is None:
         import_quickly('torch.distributed.checkpoint')

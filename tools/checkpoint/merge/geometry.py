@@ -28,7 +28,6 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Offset plus size along each dimension."""
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
 
@@ -103,11 +102,7 @@ def runs(part: Box, first: Box, second: Box) -> Iterator[tuple[int, int, int]]:
     length = math.prod(part.sizes[split:])
     for index in itertools.product(*(range(size) for size in part.sizes[:split])):
         position = [*index, *([0] * (len(part.sizes) - split))]
-        yield (
-            _flat(position, part, first),
-            _flat(position, part, second),
-            length,
-        )
+        yield (_flat(position, part, first), _flat(position, part, second), length)
 
 
 def _flat(position: Sequence[int], part: Box, box: Box) -> int:

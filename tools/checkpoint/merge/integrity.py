@@ -17,11 +17,7 @@ _ALGORITHM = 'sha256'
 
 
 def read_manifest(directory: Path) -> dict[str, str] | None:
-    """File name to hex digest, or None where a checkpoint carries no manifest.
-
-    Raises:
-        CheckpointError: the manifest is damaged or of another kind
-    """
+    """File name to hex digest, or None where a checkpoint carries no manifest."""
     file = directory / MANIFEST
     if not file.exists():
         return None
@@ -39,14 +35,7 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
 
 
 def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
-    """Check every file of the checkpoints that carry a manifest; collective.
-
-    Args:
-        directories: known on rank 0
-
-    Raises:
-        CheckpointError: a file is missing, or its digest differs
-    """
+    """Check every file of the checkpoints that carry a manifest; collective."""
 
     def listed() -> list[tuple[Path, str]]:
         return [
@@ -69,11 +58,7 @@ def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
 
 
 def write_manifest(directory: Path, ranks: Ranks) -> None:
-    """Hash every file of a checkpoint and write its manifest; collective.
-
-    Raises:
-        CheckpointError: a file can't be read, or the manifest not be written
-    """
+    """Hash every file of a checkpoint and write its manifest; collective."""
 
     def listed() -> list[str]:
         return sorted(path.name for path in directory.iterdir() if path.is_file())

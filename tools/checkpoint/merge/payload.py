@@ -34,16 +34,12 @@ _STORAGES = {
 class OpenFiles:
     """Descriptors of the files that one thread reads, the least recently used closed first."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = 64) -> None:
         self._limit = limit
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
-        """An open descriptor, valid until ``limit`` other files have been asked for.
-
-        Raises:
-            CheckpointError: the file can't be opened
-        """
+        """An open descriptor, valid until ``limit`` other files have been asked for."""
         name = str(path)
         if name in self._open:
             self._open.move_to_end(name)
@@ -59,21 +55,15 @@ class OpenFiles:
         return descriptor
 
     def allow(self, count: int) -> None:
-        """Let ``count`` files be open at once."""
         self._limit = max(self._limit, count)
 
     def close(self) -> None:
-        """Close all."""
         while self._open:
             os.close(self._open.popitem()[1])
 
 
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -> None:
-    """Fill ``buffer`` from ``offset`` of a file.
-
-    Raises:
-        CheckpointError: a read error, or the file ends before
-    """
+    """Fill ``buffer`` from ``offset`` of a file."""
     done = 0
     while done < len(buffer):
         try:
@@ -88,14 +78,7 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
 
 
 def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> bytes:
-    """All bytes of one entry.
-
-    Args:
-        files: where the file stays open for the next entry
-
-    Raises:
-        CheckpointError: it can't be read
-    """
+    """All bytes of one entry."""
     data = bytearray(piece.length)
     opened = files or OpenFiles(1)
     try:
@@ -172,7 +155,6 @@ class SmallArchives:
         """Offset of the first element in an archive; as ``locate``.
 
         Args:
-            content: the archive
             source: which input it is of, each of which has one writer
         """
         kind = source, len(content), stored.dtype, stored.box.sizes

@@ -45,14 +45,7 @@ class _Chunk(ChunkStorageMetadata):
 
 
 class WrittenPlaces:
-    """Where one rank has written its entries, by their number, in few bytes for each.
-
-    Args:
-        count: how many entries
-
-    Attributes:
-        lengths: bytes of each
-    """
+    """Where one rank has written its entries, by their number, in few bytes for each."""
 
     def __init__(self, count: int) -> None:
         self.lengths = array('Q', bytes(8 * count))
@@ -92,11 +85,7 @@ def stored_places(
 def output_metadata(
     plan: MergePlan, places: Sequence[WrittenPlaces]
 ) -> tuple[Metadata, Iterator[list[WriteResult]]]:
-    """The metadata, without places, and these as DCP's writer puts them in, some at a time.
-
-    Args:
-        places: of each rank's share
-    """
+    """The metadata, without places, and these as DCP's writer puts them in, some at a time."""
     size = cache(torch.Size)  # one object for each, of which there are many alike
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(

@@ -23,9 +23,6 @@ class ChunkJob:
     """One output chunk.
 
     Attributes:
-        key: FQN of the tensor
-        box: the chunk in the global tensor
-        dtype: of the output
         stored: by source, the stored chunks that hold its elements: one whose box is ``box``, or
             several, in any position, where layouts differ
     """
@@ -37,17 +34,14 @@ class ChunkJob:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the chunk begins."""
         return self.box.offsets
 
     @property
     def nbytes(self) -> int:
-        """Size of the output chunk in bytes."""
         return self.box.numel * self.dtype.itemsize
 
     @property
     def places(self) -> Iterable[tuple[Path, Slice]]:
-        """Where what it takes is read."""
         return ((part.path, part.piece) for stored in self.stored for part in stored)
 
     @property
@@ -71,20 +65,13 @@ class BytesJob:
 
     @property
     def places(self) -> tuple[tuple[Path, Slice], ...]:
-        """Where its bytes are read."""
         return ((self.path, self.piece),)
 
     @property
     def length(self) -> int:
-        """Number of bytes."""
         return self.piece.length
 
     def read(self) -> bytes:
-        """The bytes.
-
-        Raises:
-            CheckpointError: they can't be read
-        """
         return read_bytes(self.path, self.piece)
 
 
@@ -100,11 +87,9 @@ class MadeBytes:
 
     @property
     def length(self) -> int:
-        """Number of bytes."""
         return len(self.content)
 
     def read(self) -> bytes:
-        """The bytes."""
         return self.content
 
 
@@ -150,10 +135,8 @@ class MergePlan:
     """Everything that is written, and by whom.
 
     Attributes:
-        tensors: output tensors by FQN
         byte_entries: what is copied as it is stored, and what a conversion makes
         copied_tensors: those of its keys that are tensors
-        shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
         config: ``metadata.json`` of the output, as the first source has it
         common_state: of the output; None where there is none to write
@@ -183,7 +166,6 @@ class MergePlan:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all output tensors."""
         return sum(job.nbytes for share in self.shares for job in share.chunks)
 
 
@@ -193,8 +175,6 @@ def output_dtypes(
     """Dtype of each output tensor.
 
     Args:
-        tensors: of the first source
-        save_dtype: one of ``SAVE_DTYPES``
         keep_fp32: shell-style patterns of fp32 tensors that an explicit dtype doesn't narrow
 
     Raises:
@@ -237,8 +217,6 @@ def make_plan(
     Args:
         sources: in merge order; the output takes the first one's layout
         extra_states: the source whose ``_extra_state`` entries are copied
-        world_size: number of ranks
-        save_dtype, keep_fp32: see ``output_dtypes``
         balance: give chunks to ranks by size, largest first, instead of in turn
     """
     first = sources[0]

@@ -19,8 +19,6 @@ from .payload import OpenFiles, load_chunk, read_bytes
 from .plan import ChunkJob, RankShare
 from .source import Slice, StoredChunk
 
-_OPEN_FILES = 64
-
 
 def verify_share(
     directory: Path,
@@ -32,17 +30,12 @@ def verify_share(
     """Check what one rank wrote.
 
     Args:
-        directory: the output, published or not
-        share: chunks and byte entries to check
         places: where each of the share's entries is stored
         fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
-
-    Raises:
-        CheckpointError: a chunk or byte entry differs; names its key
     """
     stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
-    with closing(OpenFiles(_OPEN_FILES)) as files:
+    with closing(OpenFiles()) as files:
         for job in share.chunks:
             path, piece = next(stored)
             found = fault(job, StoredChunk(path, piece, job.box, job.dtype), files)

@@ -72,11 +72,9 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
     ``torch.save`` writes, and the metadata says tensors of them.
 
     Args:
-        share: what this rank writes
         plan: the whole plan; on the coordinator only
         threads: that write, among which the work is divided
         new_merger: makes the merger of one writer thread
-        stop: set when the work is void
         on_bytes: told the bytes read whenever a chunk is done
 
     Attributes:
@@ -198,9 +196,7 @@ class MergeWriter(FileSystemWriter):
     """DCP's writer, with errors of its threads reported instead of printed.
 
     Args:
-        path: directory to write into
         final_path: where the checkpoint will stand; recorded in its metadata
-        thread_count: writer threads
         stop: set when a thread fails, to end the others
 
     Attributes:
@@ -291,11 +287,7 @@ def save_merged(
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='torch.distributed is disabled')
             dcp.save(
-                {},
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                **_no_dist(group),
+                {}, storage_writer=writer, planner=planner, process_group=group, **_no_dist(group)
             )
     finally:
         for merger in planner.mergers:

@@ -20,8 +20,6 @@ from ..merge.plan import ChunkJob
 from ..merge.source import StoredChunk
 from .plan import OutputChunk, Piece
 
-_OPEN_FILES = 64
-
 
 class NotItsWeightError(CheckpointError):
     """A main parameter, cast, isn't the weight that it is taken for."""
@@ -30,19 +28,14 @@ class NotItsWeightError(CheckpointError):
 class Assembler:
     """Fills output chunks with the buffers of one thread.
 
-    Args:
-        stop: ends the work at the next piece when set
-
     Attributes:
-        read_seconds, math_seconds: where the time went
-        bytes_read: bytes of stored elements read
         proven: elements of main parameters, copies among them, that are their weight's
         different_copies: FQN to the number of replicated elements that other ranks store otherwise
     """
 
     def __init__(self, stop: threading.Event | None = None) -> None:
         self._stop = stop or threading.Event()
-        self._files = OpenFiles(_OPEN_FILES)
+        self._files = OpenFiles()
         self._block = torch.empty(4 * BLOCK_ELEMENTS, dtype=torch.uint8, device='cpu')
         self._other = torch.empty_like(self._block)
         self.read_seconds = 0.0
@@ -52,7 +45,6 @@ class Assembler:
         self.different_copies: dict[str, int] = {}
 
     def close(self) -> None:
-        """Close the files."""
         self._files.close()
 
     def merge(self, job: ChunkJob, out: torch.Tensor) -> None:
@@ -101,11 +93,7 @@ class Assembler:
     def _prove(
         self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor, begin: int
     ) -> None:
-        """Compare elements of a main parameter, which ``pieces`` store, with its weight.
-
-        Args:
-            main: those from element ``begin`` of the chunk on
-        """
+        """Compare elements of a main parameter, which ``pieces`` store, with its weight."""
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
             stored = self._weight(job, begin + start, values.numel())

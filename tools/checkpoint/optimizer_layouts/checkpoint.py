@@ -21,11 +21,7 @@ from megatron_overlay.standalone.dist_checkpointing.load_plan import (
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.saved_arguments import arguments_in
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..common.dcp_metadata import load_dcp_metadata
 from ..common.errors import CheckpointError, reading
@@ -50,13 +46,11 @@ class Checkpoint(Content):
     """The content of one checkpoint.
 
     Attributes:
-        common: its common state
         format: of the optimizer's state, as ``stored_optimizer_format`` names it
         optimizer: the optimizer's tensors by FQN
         optimizer_objects: its other entries
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
-        layout: of the model, as the keys tell
     """
 
     common: CommonState

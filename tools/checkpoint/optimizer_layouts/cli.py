@@ -1,12 +1,11 @@
 """The command line of ``convert_ckpt_optimizer.py``."""
 
 import argparse
-import os
 from collections.abc import Sequence
 
 from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, TORCH_DIST
 
-from ..common.arguments import local_path, natural
+from ..common.arguments import Parser, local_path, natural
 from ..common.stdout import complain
 from ..merge import command
 
@@ -26,8 +25,7 @@ replaced, and on any error or signal nothing is published.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags."""
-    parser = command.make_parser(_DESCRIPTION)
+    parser = Parser(description=_DESCRIPTION)
     parser.add_argument(
         '--load-dir',
         type=local_path,
@@ -69,7 +67,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     command.check_report(parser, args)
-    reason = command.start_up(None if os.path.exists(args.load_dir) else args.load_dir)
+    reason = command.start_up()
     if reason is not None:
         return complain(reason)
 

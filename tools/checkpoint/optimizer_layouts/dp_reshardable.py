@@ -57,11 +57,7 @@ class _Given:
 
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
-    """The plan, derived from the metadata.
-
-    Raises:
-        CheckpointError: the place of a parameter can't be derived
-    """
+    """The plan, derived from the metadata."""
     settings = read_settings(checkpoint)
     buffers = read_buffers(checkpoint)
     if {chain for chain, _ in buffers} != set(range(len(settings))):
@@ -205,11 +201,7 @@ def _fit_virtual(parts: Parts, stages: Sequence[Sequence[Buffer]]) -> list[list[
 def _fit_experts(
     given: _Given, experts: Sequence[Parameter], chain: int, stages: Sequence[Sequence[Chunk]]
 ) -> Positions | None:
-    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank.
-
-    Args:
-        experts: in the order of registration
-    """
+    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
     model = given.model
     groups = sorted(group for own, group in given.buffers if own == chain)
     number = 1 + max(parameter.expert for parameter in model.parameters)
@@ -282,11 +274,7 @@ def _chunks(checkpoint: Checkpoint, stored: Stored, states: Sequence[str]) -> It
 
 
 def _take_pieces(
-    given: _Given,
-    stored: Stored,
-    position: tuple[int, int],
-    placed: Placed,
-    states: Sequence[str],
+    given: _Given, stored: Stored, position: tuple[int, int], placed: Placed, states: Sequence[str]
 ) -> None:
     at, bucket = placed.place.start, placed.place.bucket
     for part in placed.parameter.parts(given.tensor_rank(position)):

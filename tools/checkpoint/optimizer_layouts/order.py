@@ -141,11 +141,7 @@ class Order:
 
 
 def _place(path: tuple[str, ...], parameter: Parameter) -> tuple[int, ...]:
-    """Position of each step of a path among its siblings, own parameters first.
-
-    Raises:
-        CheckpointError: a module that isn't known
-    """
+    """Position of each step of a path among its siblings, own parameters first."""
     at, place = path[0], []
     for step in path[1:-1]:
         if at == 'layers' and step.isdecimal():

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import expert_of, parse_key
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
+    expert_of,
+    is_buffer,
+    parse_key,
+)
 
 from ..common.errors import CheckpointError
 from ..merge.geometry import Box
@@ -23,9 +27,6 @@ from .checkpoint import Checkpoint
 # parameter's rows.
 _SPLIT = (('z', 'x', 'B', 'C', 'dt'), ('x', 'B', 'C'))
 _PARTS = {part for parts in _SPLIT for part in parts}
-
-# Saved with the weights, without being trained.
-_BUFFERS = ('expert_bias', 'local_tokens_per_expert', 'inv_freq')
 
 Part = tuple[str, Box]
 """FQN of a weight and one of its chunks."""
@@ -41,7 +42,6 @@ class Parameter:
         expert: its number; -1 where it is none
         name: what remains of the key, such as ``self_attention.linear_qkv.weight``, or of an
             expert's ``mlp.experts.linear_fc1.weight``
-        dtype: of the weight
         ranks: for each tensor-parallel rank the parts that make up its parameter, in order; one
             entry where all have the same
     """
@@ -82,7 +82,6 @@ class Model:
     """All parameters, and the sizes that the chunks tell.
 
     Attributes:
-        parameters: in the metadata's order
         tensor_size: tensor-parallel ranks
         expert_tensor_size: the same of experts; 1 without
     """
@@ -105,7 +104,7 @@ def read_model(checkpoint: Checkpoint, expert_tensor_differs: bool) -> Model:
     units: dict[tuple[str, int, int, str], dict[str, list[Part]]] = defaultdict(dict)
     dtypes: dict[tuple[str, int, int, str], torch.dtype] = {}
     for key, entry in checkpoint.weights.items():
-        if key.rpartition('.')[2] in _BUFFERS:
+        if is_buffer(key):
             continue
         for unit, part, boxes in _units(checkpoint, key, entry):
             units[unit][part] = [(key, box) for box in boxes]
@@ -175,10 +174,7 @@ def _tensor_size(checkpoint: Checkpoint) -> int:
 
 
 def _ranks(
-    checkpoint: Checkpoint,
-    unit: tuple[str, int, int, str],
-    parts: dict[str, list[Part]],
-    size: int,
+    checkpoint: Checkpoint, unit: tuple[str, int, int, str], parts: dict[str, list[Part]], size: int
 ) -> tuple[tuple[Part, ...], ...]:
     if set(parts) != {''}:
         names = next((names for names in _SPLIT if set(names) == set(parts)), None)

@@ -1,6 +1,6 @@
 """The plan of a conversion, as data: which stored elements make which part of the output.
 
-A format's module (see ``formats``) yields an ``OptimizerPlan``; ``make_plan`` adds what is copied
+A format's module (see ``prepare``) yields an ``OptimizerPlan``; ``make_plan`` adds what is copied
 and shares the work out. Both are made from metadata and small objects, before a tensor is read.
 
 An example: saved by two data-parallel ranks, ``optimizer.state.exp_avg.output_layer.weight`` may be
@@ -13,24 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
-    PARAM,
-    state_key,
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
+from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FULLY_RESHARDABLE,
+    TORCH_DIST,
 )
-from megatron_overlay.standalone.dist_checkpointing.format_names import TORCH_DIST
 
+from ..merge.common_state import CommonState
 from ..merge.geometry import Box
-from ..merge.plan import (
-    ChunkJob,
-    MadeBytes,
-    MergePlan,
-    OutputTensor,
-    RankShare,
-    balanced,
-)
+from ..merge.plan import ChunkJob, MadeBytes, MergePlan, OutputTensor, RankShare, balanced
 from ..merge.source import Slice, StoredChunk, stored_chunk
 from .checkpoint import Checkpoint
-from .common_state import converted_common_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +31,8 @@ class Piece:
     """Consecutive elements of a stored chunk that are consecutive in an output chunk.
 
     Attributes:
-        stored: the chunk that holds them
         key: FQN of the tensor that it is a chunk of
         start: first of them in the stored chunk, row-major
-        count: their number
         at: where the first goes in the output chunk, row-major
     """
 
@@ -53,7 +44,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements as they are stored."""
         return self.count * self.stored.dtype.itemsize
 
 
@@ -77,7 +67,6 @@ class OutputChunk(ChunkJob):
 
     @property
     def places(self) -> Iterator[tuple[Path, Slice]]:
-        """Where what it takes is read."""
         for group in (self.pieces, *self.copies, self.proof):
             yield from ((piece.stored.path, piece.stored.piece) for piece in group)
 
@@ -108,16 +97,12 @@ class OptimizerPlan:
     """What a format's module finds out.
 
     Attributes:
-        tensors: of the output, by FQN
         chunks: which tile the tensors
         settings: for each optimizer of the chain what the common state keeps of it: parameter
             groups with the step, the gradient scaler
-        positions: for the report
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
         made: other entries of the output that the input doesn't have
-        format: of the output
-        notes: what the user should know
     """
 
     tensors: dict[str, OutputTensor]
@@ -141,7 +126,6 @@ def output_chunks(
     """The chunks of all states of one chunk of a weight.
 
     Args:
-        weight: its FQN
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """
@@ -170,7 +154,7 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
     plan = MergePlan(tensors=optimizer.tensors, byte_entries=[*optimizer.made])
     if optimizer.format == TORCH_DIST:
         plan.config = checkpoint.config
-        plan.common_state = converted_common_state(checkpoint.common, optimizer.settings)
+        plan.common_state = _converted_common_state(checkpoint.common, optimizer.settings)
         plan.reshaped = {
             key: data for key, data in checkpoint.reshaped.items() if key in checkpoint.copied
         }
@@ -187,3 +171,24 @@ def make_plan(checkpoint: Checkpoint, optimizer: OptimizerPlan, world_size: int)
         for share in balanced(jobs, sizes, world_size)
     ]
     return plan
+
+
+def _converted_common_state(
+    common: CommonState, settings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a run that had saved ``fully_reshardable`` would have stored."""
+    optimizers = [
+        {**setting, 'param_state_sharding_type': FULLY_RESHARDABLE} for setting in settings
+    ]
+    content = {
+        'distrib_optim_sharding_type': FULLY_RESHARDABLE,
+        'distrib_optim_fully_reshardable_mem_efficient': False,
+        'chained_optim_avoid_prefix': True,
+    }
+    stored = common.state.get('content_metadata')
+    if isinstance(stored, Mapping):
+        content = {**stored, **content}
+    state = {**common.state, 'content_metadata': content}
+    if optimizers:
+        state['optimizer'] = optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+    return state

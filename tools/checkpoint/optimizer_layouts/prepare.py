@@ -1,19 +1,20 @@
 """Everything before the first byte is written: find, read metadata, plan; on rank 0 only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, parse_key
 from megatron_overlay.standalone.dist_checkpointing.format_names import (
+    FLATTENED,
     FSDP_DTENSOR,
     FULLY_RESHARDABLE,
+    IN_BUCKETS,
+    NO_STATE,
     TORCH_DIST,
 )
 
-from ..common.directory import (
-    FoundCheckpoint,
-    find_checkpoint_of,
-)
+from ..common.directory import FoundCheckpoint, find_checkpoint_of
 from ..common.errors import CheckpointError, reading
 from ..common.paths import (
     CONFIG_NAME,
@@ -29,24 +30,24 @@ from ..merge.output import output_target, refuse_inside, refuse_target, space_wa
 from ..merge.plan import MergePlan
 from ..merge.report import refuse_report
 from ..merge.request import Request
+from . import dp_reshardable, fsdp_dtensor, model_space
 from .checkpoint import Checkpoint, read_checkpoint
-from .formats import plan_optimizer
 from .fsdp_checkpoint import read_fsdp_checkpoint
 from .plan import OptimizerPlan, make_plan
 from .report import ConversionResult
 from .to_fsdp import plan_fsdp
 
+# The formats of optimizer state that can be converted, each a module that yields a plan.
+_FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
+    IN_BUCKETS: dp_reshardable.plan_optimizer,
+    FLATTENED: model_space.plan_optimizer,
+    FSDP_DTENSOR: fsdp_dtensor.plan_optimizer,
+}
+
 
 @dataclass
 class ConversionRequest(Request):
-    """What to convert; see the command line for the meaning of each.
-
-    Attributes:
-        load_dir: checkpoint directory, or a root with a tracker
-        save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
-        iteration: of the root; None for the one that the tracker names
-        to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
-    """
+    """What to convert; see the command line for the meaning of each."""
 
     load_dir: Path
     save_dir: Path
@@ -55,11 +56,7 @@ class ConversionRequest(Request):
 
 
 def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionResult]:
-    """Read the checkpoint and plan the conversion.
-
-    Raises:
-        CheckpointError: anything that the contract rejects
-    """
+    """Read the checkpoint and plan the conversion."""
     found = _input(request)
     directory = found.directory
     read = read_fsdp_checkpoint if found.format == FSDP_DTENSOR else read_checkpoint
@@ -84,11 +81,33 @@ def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionR
     refuse_unstorable(checkpoint.common)
     with reading(directory, 'checkpoint that Megatron wrote'):  # arguments and settings of any type
         planned = (
-            plan_fsdp(checkpoint) if request.to == FSDP_DTENSOR else plan_optimizer(checkpoint)
+            plan_fsdp(checkpoint) if request.to == FSDP_DTENSOR else _plan_optimizer(checkpoint)
         )
     plan = make_plan(checkpoint, planned, world_size)
     _fill_result(result, planned, plan)
     return Prepared(plan, result, trackers, [directory])
+
+
+def _plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
+    """The plan for a checkpoint's optimizer state."""
+    if checkpoint.format == NO_STATE:
+        raise CheckpointError(
+            f'{checkpoint.directory}: no optimizer state; there is nothing to convert'
+        )
+    if checkpoint.format not in _FORMATS:
+        raise CheckpointError(
+            f'{checkpoint.directory}: the optimizer state is {checkpoint.format!r}, expected '
+            f'{" or ".join(_FORMATS)}'
+        )
+    for option in ('fp8_param_gather', 'fp4_param_gather'):
+        if getattr(checkpoint.args, option, None) is True:
+            raise CheckpointError(
+                f'{checkpoint.directory}: args say {option}: the weights are quantised, so that '
+                'main parameters rounded are not the weights, which would be the proof; load it '
+                'in the layout that saved it, and save it again with '
+                '--dist-ckpt-optim-fully-reshardable'
+            )
+    return _FORMATS[checkpoint.format](checkpoint)
 
 
 def _input(request: ConversionRequest) -> FoundCheckpoint:

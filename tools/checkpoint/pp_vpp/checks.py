@@ -47,10 +47,7 @@ _SHAPE_ARGS = (
 _PADDED_VOCABULARY = 'padded_vocab_size'  # a multiple of the tensor-parallel size
 # Sides of one model may be launched by scripts of their own; within a side these are the same.
 _RUN_ARGS = ('seed', 'consumed_train_samples', 'params_dtype')
-_HETEROGENEOUS = (
-    'heterogeneous_layers_config_path',
-    'heterogeneous_layers_config_encoded_json',
-)
+_HETEROGENEOUS = ('heterogeneous_layers_config_path', 'heterogeneous_layers_config_encoded_json')
 _REPLICATED = ('layernorm.weight', 'layernorm.bias', 'layer_norm_weight', 'layer_norm_bias')
 # Of these a tensor rank holds a part of the columns, whatever the model.
 _ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')
@@ -58,9 +55,6 @@ _ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')
 
 def read_shard(paths: ShardPaths, plan: Plan, read: ReadRank) -> ShardFiles:
     """Files of one tensor and expert rank.
-
-    Args:
-        paths: all of them, or those that one new file needs
 
     Raises:
         CheckpointError: one can't be read, isn't a rank's, or doesn't hold what the plan was made
@@ -77,9 +71,6 @@ def checked_shards(
     paths: Shards, plan: Plan, read: ReadRank
 ) -> Iterator[tuple[tuple[str, ShardRank], ShardFiles]]:
     """Every file of a conversion, read once, shard by shard, and held against all others.
-
-    Args:
-        paths: by side and (tensor, expert) rank
 
     Raises:
         CheckpointError: as ``read_shard``; files of other models or runs, or in each other's
@@ -108,33 +99,6 @@ def _refuse_other_iteration(file: RankFile) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Position:
-    """Where a chunk stands in the pipeline.
-
-    Attributes:
-        first, last: it is the model's first, its last chunk
-        layers_follow: later chunks have layers
-        predicts: it holds multi-token prediction, which brings an embedding and a head of its own
-            along; then the final norm stands beside the last layer
-        whole: it is carried with every key
-    """
-
-    first: bool
-    last: bool
-    layers_follow: bool
-    predicts: bool
-    whole: bool
-
-
-# Keys outside the layers: which, whether a position has them, what such a position is called.
-_ENDS: tuple[tuple[Callable[[str], bool], Callable[[_Position], bool], str], ...] = (
-    (is_embedding, lambda at: at.first or at.last or at.predicts, 'the first and the last stage'),
-    (is_head, lambda at: at.last or at.predicts, 'the last stage'),
-    (is_final_norm, lambda at: not at.layers_follow, 'the stage of the last layer'),
-)
-
-
 def _refuse_misfits(plan: Plan, files: ShardFiles) -> None:
     planned: dict[ChunkId, int] = {}
     for move in plan.moves:
@@ -156,36 +120,51 @@ def _refuse_misfits(plan: Plan, files: ShardFiles) -> None:
                 f'{file.path}, key `{chunk.key}`: holds {found} layers, expected {expected} as in '
                 'the other ranks of its stage'
             )
-        outside = [key for key in file.chunks[chunk.chunk] if layer_of(key) is None]
-        position = _Position(
+        _refuse_misplaced(
+            f'{file.path}, key `{chunk.key}`',
+            [key for key in file.chunks[chunk.chunk] if layer_of(key) is None],
             first=index == 0,
             last=index == len(plan.sources) - 1,
             layers_follow=index < max(filled, default=0),
-            predicts=any(map(is_prediction, outside)),
             whole=whole_chunks,
         )
-        _refuse_misplaced(f'{file.path}, key `{chunk.key}`', outside, position)
 
 
-def _refuse_misplaced(where: str, outside: Sequence[str], at: _Position) -> None:
-    for key in () if at.whole else outside:
-        if not (at.last or (at.first and is_embedding(key))):
+def _refuse_misplaced(
+    where: str, outside: Sequence[str], *, first: bool, last: bool, layers_follow: bool, whole: bool
+) -> None:
+    """Refuse keys outside the layers that don't belong to a chunk in that place of the pipeline.
+
+    Args:
+        layers_follow: later chunks have layers
+        whole: the chunk is carried with every key
+    """
+    for key in () if whole else outside:
+        if not (last or (first and is_embedding(key))):
             raise CheckpointError(
                 f'{where}: key {key} belongs to no layer, expected such keys on the first and last '
                 'stage only; merge and split carry stages whole'
             )
     way_out = 'the stages are not in model order: check the ranks named, and their directories'
-    if at.first and not any(map(is_embedding, outside)):
+    if first and not any(map(is_embedding, outside)):
         raise CheckpointError(
             f'{where}: no embedding.*, expected the embedding in the first stage; {way_out}'
         )
-    if at.last and all(map(is_embedding, outside)):
+    if last and all(map(is_embedding, outside)):
         raise CheckpointError(
             f'{where}: neither final norm nor head, expected them in the last stage; {way_out}'
         )
+    # Multi-token prediction brings an embedding and a head of its own along; then the final norm
+    # stands beside the last layer.
+    predicts = any(map(is_prediction, outside))
+    homes = (
+        (is_embedding, first or last or predicts, 'the first and the last stage'),
+        (is_head, last or predicts, 'the last stage'),
+        (is_final_norm, not layers_follow, 'the stage of the last layer'),
+    )
     for key in outside:
-        for belongs, fits, home in _ENDS:
-            if belongs(key) and not fits(at):
+        for belongs, fits, home in homes:
+            if belongs(key) and not fits:
                 raise CheckpointError(f'{where}: holds {key}, expected in {home} only; {way_out}')
 
 

@@ -52,27 +52,22 @@ class Options:
 
     Attributes:
         iteration: iteration to convert; the tracker's of the (edge) source where None
-        drop_optimizer: leave the optimizer state behind
-        trust: load without restriction on classes
         workers: rank files written at the same time; None for one a CPU
         dry_run: nothing is to be written, nor what a killed run left taken away
-        overwrite: replace outputs that exist
     """
 
     iteration: int | None = None
     drop_optimizer: bool = False
-    trust: bool = False
+    trust_checkpoints: bool = False
     workers: int | None = None
     dry_run: bool = False
     overwrite: bool = False
 
     def map(self, path: Path) -> torch_file.MappedFile:
-        """Map a rank file."""
         with _loading:
-            return torch_file.read(path, self.trust)
+            return torch_file.read(path, self.trust_checkpoints)
 
     def read(self, path: Path) -> rank_file.RankFile:
-        """Take a rank file apart."""
         return rank_file.take_apart(self.map(path), with_optimizer=not self.drop_optimizer)
 
 
@@ -84,12 +79,9 @@ class CheckedConversion:
     """A conversion that can be carried out.
 
     Attributes:
-        plan: which chunk goes where
-        jobs: the rank files to write
         targets: directory of each output side
         trackers: root of each output to the text of its tracker
         bytes: total size of the tensors to write
-        notes: what the user should know
         replaced: directories of outputs that exist and are to be replaced
     """
 
@@ -103,11 +95,7 @@ class CheckedConversion:
 
 
 def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
-    """Plan a conversion and check all of it; nothing is written.
-
-    Raises:
-        CheckpointError: anything is wrong with the sources or the outputs
-    """
+    """Plan a conversion and check all of it; nothing is written."""
     _refuse_same_roots(conversion)
     sides = _look_at_sources(conversion, options)
     plan = conversion.plan(sides)

@@ -47,12 +47,10 @@ def is_prediction(key: str) -> bool:
 
 
 def is_head(key: str) -> bool:
-    """Whether a key belongs to the output layer."""
     return key.startswith(('output_layer.', 'lm_head.'))
 
 
 def is_final_norm(key: str) -> bool:
-    """Whether a key belongs to the norm after the last layer."""
     return key.startswith(_FINAL_NORMS)
 
 

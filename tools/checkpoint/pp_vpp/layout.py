@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import chunk_key
 
@@ -14,7 +15,6 @@ class ChunkId:
 
     Attributes:
         side: 'edge', 'cloud', or '' where both are one directory
-        rank: pipeline rank
         chunk: virtual pipeline chunk; None where the file has the plain key ``model``
     """
 
@@ -33,7 +33,6 @@ class LayerRange:
     """A run of layers of an old chunk.
 
     Attributes:
-        source: the old chunk
         first: first layer, numbered from 0 in the old chunk
         last: one past the last layer
     """
@@ -48,7 +47,6 @@ class Move:
     """What a new chunk is made of.
 
     Attributes:
-        target: the new chunk
         pieces: runs of layers, in pipeline order; none for an empty chunk
         first_layer: global number of the first layer
         whole: the chunk is one old chunk, taken over with every key
@@ -65,7 +63,6 @@ class Move:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the new chunk."""
         return sum(piece.last - piece.first for piece in self.pieces)
 
     @property
@@ -154,25 +151,12 @@ def one_to_one(
     outputs: Sequence[OutputSide],
     empty: Sequence[ChunkId] = (),
 ) -> Plan:
-    """Each old chunk, in pipeline order, becomes one new chunk, unchanged.
-
-    Args:
-        empty: new chunks that hold nothing
-    """
-    moves, first_layer = [], 0
-    for index, (source, target, count) in enumerate(zip(sources, targets, layers, strict=True)):
-        moves.append(
-            Move(
-                target,
-                (LayerRange(source, 0, count),),
-                first_layer,
-                whole=True,
-                is_first=index == 0,
-                is_last=index == len(sources) - 1,
-            )
-        )
-        first_layer += count
-    moves += [Move(target, (), first_layer, whole=True) for target in empty]
+    """Each old chunk, in pipeline order, becomes one new chunk, unchanged."""
+    pieces = [
+        (LayerRange(source, 0, count),) for source, count in zip(sources, layers, strict=True)
+    ]
+    moves = _moves(targets, pieces, whole=True)
+    moves += [Move(target, (), sum(layers), whole=True) for target in empty]
     return Plan(tuple(sources), tuple(moves), {side.name: side for side in outputs})
 
 
@@ -184,11 +168,6 @@ def resplit(
     new_layers: Sequence[int] | None = None,
 ) -> Plan:
     """Every layer goes to the chunk that holds its global number in the new layout.
-
-    Args:
-        sources: old chunks in pipeline order
-        layers: number of layers of each
-        new_layers: layers of each new chunk in pipeline order; default: the same number each
 
     Raises:
         CheckpointError: the layers can't be divided so
@@ -211,27 +190,27 @@ def resplit(
             f'--layers-per-chunk: adds up to {sum(new_layers)}, but the checkpoint has '
             f'{total} layers'
         )
-    targets = interleaved(pipeline_size, virtual_size)
     homes = [
         (source, layer)
         for source, count in zip(sources, layers, strict=True)
         for layer in range(count)
     ]
-    moves, first_layer = [], 0
-    for index, (target, count) in enumerate(zip(targets, new_layers, strict=True)):
-        moves.append(
-            Move(
-                target,
-                _runs(homes[first_layer : first_layer + count]),
-                first_layer,
-                whole=False,
-                is_first=index == 0,
-                is_last=index == len(targets) - 1,
-            )
-        )
-        first_layer += count
+    edges = [0, *accumulate(new_layers)]
+    pieces = [_runs(homes[first:last]) for first, last in pairwise(edges)]
+    moves = _moves(interleaved(pipeline_size, virtual_size), pieces, whole=False)
     side = OutputSide('', pipeline_size, virtual_size if virtual_size > 1 else None)
     return Plan(tuple(sources), tuple(moves), {'': side})
+
+
+def _moves(
+    targets: Sequence[ChunkId], pieces: Sequence[tuple[LayerRange, ...]], whole: bool
+) -> list[Move]:
+    moves: list[Move] = []
+    first_layer, last = 0, len(targets) - 1
+    for index, (target, own) in enumerate(zip(targets, pieces, strict=True)):
+        moves.append(Move(target, own, first_layer, whole, index == 0, index == last))
+        first_layer += moves[-1].layers
+    return moves
 
 
 def _runs(homes: Sequence[tuple[ChunkId, int]]) -> tuple[LayerRange, ...]:

@@ -10,25 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_extra_state
+from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import is_buffer, is_extra_state
 
 from ..common.errors import CheckpointError
 from .optimizer_state import WAY_OUT, Group, Slot
 
-# Persistent buffers of megatron-core; no optimizer sees them.
-_BUFFERS = ('expert_bias', 'local_tokens_per_expert', 'inv_freq')
 _MAX_STATES = 4096
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a rank's model.
-
-    Attributes:
-        chunk: key of its chunk, such as ``model1``
-        name: key in the chunk
-        tensor: the value
-    """
+    """A tensor of a rank's model."""
 
     chunk: str
     name: str
@@ -43,7 +35,7 @@ def candidates(chunk: str, state: Mapping[str, Any]) -> list[NamedTensor]:
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and not is_extra_state(name)
-        and name.rsplit('.', 1)[-1] not in _BUFFERS
+        and not is_buffer(name)
     ]
 
 
@@ -60,10 +52,6 @@ def match(
     tensors: Sequence[NamedTensor], groups: Sequence[tuple[Group, Sequence[Slot]]], where: str
 ) -> list[Slot | None]:
     """The slot of each tensor; None for a tensor that the optimizer doesn't train.
-
-    Args:
-        tensors: the rank's tensors in model order, chunk after chunk
-        groups: the groups of all its optimizers, with their slots in order
 
     Raises:
         CheckpointError: no way fits, or several do

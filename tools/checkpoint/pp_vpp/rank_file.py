@@ -47,14 +47,12 @@ class RankFile:
     """What one source file holds.
 
     Attributes:
-        path: the file
         state: all of it, with keys that it lacks and whose values are known
         added: those keys
         chunks: model state of each chunk by number; None is the number of plain ``model``
         layers: number of layers of each chunk
         optimizer: frame of its optimizer; None without
         slots: optimizer state of each parameter by (chunk number, key)
-        records: where the tensors' bytes lie
     """
 
     path: Path
@@ -68,17 +66,14 @@ class RankFile:
 
     @property
     def args(self) -> Any:
-        """The file's ``args``; None without."""
         return self.state.get('args')
 
     @property
     def empty(self) -> list[int | None]:
-        """Numbers of the chunks that hold nothing."""
         return [number for number, chunk in self.chunks.items() if not chunk]
 
     @property
     def predicts(self) -> list[int | None]:
-        """Numbers of the chunks with multi-token prediction."""
         return [n for n, chunk in self.chunks.items() if any(map(is_prediction, chunk))]
 
     def refuse_unproven_empty(self) -> None:
@@ -191,7 +186,6 @@ class NewChunk:
     """A new chunk.
 
     Attributes:
-        state: its model state
         slots: optimizer state of its parameters, in model order
         stage: entries of the stage it comes from
         files: the rank files that it comes from; none for an empty chunk
@@ -211,10 +205,7 @@ def whole_chunk(file: RankFile, number: int | None) -> NewChunk:
 
 
 def assembled_chunk(
-    move: Move,
-    pieces: Sequence[tuple[LayerRange, RankFile]],
-    first: edges.End,
-    last: edges.End,
+    move: Move, pieces: Sequence[tuple[LayerRange, RankFile]], first: edges.End, last: edges.End
 ) -> NewChunk:
     """A chunk put together from layers of old ones.
 
@@ -253,15 +244,12 @@ def put_together(
 ) -> dict[str, Any]:
     """A new rank file.
 
-    Args:
-        chunks: its chunks; one for a rank without virtual pipeline
-
     Raises:
         CheckpointError: chunks from several files that differ in what a rank has only once
     """
     files = list({id(file): file for chunk in chunks for file in chunk.files}.values())
     with reading(files[0].path, _EXPECTED):
-        _refuse_differences(files, with_optimizer)
+        _refuse_differences(files)
         stage = next(chunk.stage for chunk in chunks if chunk.files)
         new: dict[str, Any] = {}
         for key, value in files[0].state.items():
@@ -288,10 +276,9 @@ def _optimizer(files: Sequence[RankFile], chunks: Sequence[NewChunk]) -> Any:
     return optimizer_state.build(frame, [slot for chunk in chunks for slot in chunk.slots])
 
 
-def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None:
-    """Chunks of one rank have one of each entry but the model's."""
-    first = files[0]
-    ignored = {STAGE_STATES} if with_optimizer else {STAGE_STATES, 'optimizer'}
+def _refuse_differences(files: Sequence[RankFile]) -> None:
+    """Chunks of one rank have one of each entry but the model's and the optimizer's."""
+    first, ignored = files[0], {STAGE_STATES, 'optimizer'}
     for other in files[1:]:
         keys = [
             {key for key in file.state if not is_model_part(key) and key not in ignored}
@@ -303,7 +290,7 @@ def _refuse_differences(files: Sequence[RankFile], with_optimizer: bool) -> None
                 f'{lacking.path}: key `{key}` is missing, but {having.path} has it; stages of '
                 'one checkpoint hold the same keys, so one of them is damaged'
             )
-        for key in sorted(keys[0] - {'optimizer', *_OF_THE_STAGE}, key=str):
+        for key in sorted(keys[0] - {*_OF_THE_STAGE}, key=str):
             if not optimizer_state.equal(first.state[key], other.state[key]):
                 raise CheckpointError(
                     f'{other.path}: key `{key}` differs from {first.path}; chunks of one rank '

@@ -16,6 +16,7 @@ from ..common.numbers import number_in
 from ..common.paths import (
     RELEASE,
     TRACKER_NAME,
+    is_rank_dirname,
     iteration_dir,
     iteration_dirname,
     iterations_in,
@@ -42,13 +43,7 @@ MapFile = Callable[[Path], MappedFile]
 
 @dataclass(frozen=True, order=True)
 class RankId:
-    """Parallel ranks that a file is for.
-
-    Attributes:
-        tp: tensor-parallel rank
-        pp: pipeline rank; None without a pipeline
-        ep: expert-parallel rank; None without expert parallelism
-    """
+    """Parallel ranks that a file is for."""
 
     tp: int
     pp: int | None
@@ -67,8 +62,6 @@ class Side:
     """A source: one iteration of a checkpoint, whole or the edge or cloud side of a model.
 
     Attributes:
-        name: 'edge', 'cloud' or ''
-        directory: of the iteration
         files: path of each rank file, by (pipeline rank, tensor rank, expert rank or None)
         stages: by pipeline rank the first of its files, without optimizer state
     """
@@ -89,15 +82,10 @@ class Side:
         return max(len({tp for tp, _ in shards_of(self.files, rank)}) for rank in self.stages)
 
     def layers(self, chunk: ChunkId) -> int:
-        """Number of layers of a chunk."""
         return self.stages[chunk.rank].layers[chunk.chunk]
 
     def stage(self, rank: int, flag: str) -> RankFile:
-        """A pipeline rank that a flag names.
-
-        Raises:
-            CheckpointError: there is no such rank
-        """
+        """A pipeline rank that a flag names."""
         if rank not in self.stages:
             raise CheckpointError(
                 f'{self.directory}: {flag} names pipeline rank {rank}, found {_list(self.stages)}'
@@ -129,11 +117,7 @@ class Side:
         return [ChunkId(self.name, rank, number) for number in first.layers for rank in ranks]
 
     def require_contiguous(self, ranks: Collection[int]) -> None:
-        """Refuse pipeline ranks with a gap, too few at the end, or too many.
-
-        Raises:
-            CheckpointError: names the missing rank
-        """
+        """Refuse pipeline ranks with a gap, too few at the end, or too many."""
         expected = number_in(self.args, 'pipeline_model_parallel_size') or max(ranks) + 1
         missing = first_missing(ranks, expected)
         if missing is not None:
@@ -148,11 +132,7 @@ class Side:
             )
 
     def require_layers(self, total: int) -> None:
-        """Refuse a model whose layers aren't as many as ``args`` say.
-
-        Raises:
-            CheckpointError: they aren't
-        """
+        """Refuse a model whose layers aren't as many as ``args`` say."""
         expected = number_in(self.args, 'num_layers')
         if expected is not None and total != expected:
             raise CheckpointError(
@@ -205,11 +185,7 @@ def shards_of(files: Iterable[tuple[int, int, int | None]], pipeline_rank: int) 
 
 
 def shard_paths(sides: Mapping[str, Side], plan: Plan) -> Shards:
-    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank.
-
-    Raises:
-        CheckpointError: stages of one side have different tensor or expert ranks, or lack some
-    """
+    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank."""
     used: dict[str, set[int]] = {}
     for chunk in plan.sources:
         used.setdefault(chunk.side, set()).add(chunk.rank)
@@ -280,15 +256,11 @@ def find_directory(root: Path, iteration: int | str | None) -> Path:
 def look_at(name: str, directory: Path, read: MapFile) -> Side:
     """The rank files of a legacy checkpoint, and what the first of each stage holds.
 
-    Args:
-        name: 'edge', 'cloud' or ''
-        directory: ``iter_XXXXXXX``, ``release``, or one of any other name
-
     Raises:
         CheckpointError: a directory name that isn't one of Megatron's; a rank without its file;
             a file that isn't a rank's
     """
-    names = sorted(entry.name for entry in directory.iterdir() if entry.name[:7] == 'mp_rank')
+    names = sorted(entry.name for entry in directory.iterdir() if is_rank_dirname(entry.name))
     ranks = [_parse(directory, entry) for entry in names]
     paths = [directory / entry / FILE_NAME for entry in names]
     for path in paths:
@@ -344,11 +316,7 @@ def _model_keys(state: Mapping[str, Any]) -> frozenset[str]:
 
 
 def refuse_other_files(paths: Iterable[Path], drop_optimizer: bool) -> None:
-    """Refuse files beside the rank files that hold state this tool would lose.
-
-    Raises:
-        CheckpointError: names the first one
-    """
+    """Refuse files beside the rank files that hold state this tool would lose."""
     for path in paths:
         for other in sorted(path.parent.iterdir()):
             if _SEPARATE_OPTIMIZER.fullmatch(other.name):

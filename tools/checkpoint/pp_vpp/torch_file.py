@@ -8,11 +8,11 @@ its checksum.
 
 import errno
 import os
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from operator import is_
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -23,10 +23,8 @@ from ..common.core_classes import WithStandIns
 from ..common.errors import CheckpointError, reading
 from ..common.safe_load import load_torch
 from ..common.tensors import address
-from ..common.zip_record import HEADER, payload_start
+from ..common.zip_record import Archive
 
-_DIRECTORY_ENTRY = struct.Struct('<16xI8xHHH12x')
-_DESCRIPTOR = b'PK\x07\x08'
 _BLOCK = 1 << 20  # bytes; stays in the cache between reading and writing
 
 
@@ -35,8 +33,6 @@ class Record:
     """Where the bytes of a mapped storage lie.
 
     Attributes:
-        path: the file
-        offset: first byte
         checksum: CRC-32; 0 where the file was saved without
     """
 
@@ -54,7 +50,6 @@ class MappedFile:
     """A loaded file.
 
     Attributes:
-        path: where it lies
         state: what it holds; tensors lie in the mapping
         records: where each storage lies in the file
     """
@@ -66,9 +61,6 @@ class MappedFile:
 
 def read(path: Path, trust: bool) -> MappedFile:
     """Map a rank file.
-
-    Args:
-        trust: load without restriction on classes
 
     Raises:
         CheckpointError: missing, truncated or garbage; a class that isn't admitted; not a dict
@@ -91,9 +83,6 @@ def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...] | None:
 
     Returns:
         None where the file was saved without checksums
-
-    Raises:
-        CheckpointError: it can't be read
     """
     with reading(path, 'archive that torch.save wrote'), zipfile.ZipFile(path) as archive:
         records = archive.infolist()
@@ -122,8 +111,7 @@ def write(path: Path, state: Any, records: Records, wrote: Callable[[int], objec
             if sink.error is None:
                 raise
             raise sink.error from None
-    with open(path, 'r+b') as written:
-        _set_checksums(written, sink.checksums)
+    _set_checksums(path, sink.checksums)
 
 
 class _Sink:
@@ -141,7 +129,6 @@ class _Sink:
         self._closing = ExitStack()
 
     def close(self) -> None:
-        """Close the files that were copied from."""
         self._closing.close()
 
     def write(self, data: Any) -> int:
@@ -188,39 +175,25 @@ class _Sink:
             view = view[count:]
 
 
-def _set_checksums(file: BinaryIO, checksums: Mapping[tuple[int, int], int]) -> None:
+def _set_checksums(path: Path, checksums: Mapping[tuple[int, int], int]) -> None:
     """Put the records' checksums where ``torch.save``, told not to compute any, left zeros."""
-    with zipfile.ZipFile(file) as archive:
-        records, directory = archive.infolist(), archive.start_dir
-    for record in records:
-        payload = _payload(file, record)
-        size = record.file_size  # 0: a tensor without elements, of which torch writes nothing
-        checksum = struct.pack('<I', checksums[payload, size] if size else 0)
-        file.seek(payload + record.file_size)
-        if file.read(4) == _DESCRIPTOR:
-            file.write(checksum)
-        file.seek(directory)
-        _, *lengths = _DIRECTORY_ENTRY.unpack(file.read(_DIRECTORY_ENTRY.size))
-        file.seek(directory + 16)
-        file.write(checksum)
-        directory += _DIRECTORY_ENTRY.size + sum(lengths)
+    with open(path, 'r+b') as file:
+        archive = _archive(file, path)
+        for name, places in archive.crc_places().items():
+            start, size = archive.place(name.removeprefix(archive.root))
+            # torch writes nothing of a tensor without elements
+            checksum = checksums[start, size] if size else 0
+            for at in places:
+                file.seek(at)
+                file.write(checksum.to_bytes(4, 'little'))
 
 
-def _payload(file: BinaryIO, record: zipfile.ZipInfo) -> int:
-    """Offset of a record's bytes.
+def _archive(file: BinaryIO, path: Path) -> Archive:
+    def read(at: int, size: int) -> bytes:
+        file.seek(at)
+        return file.read(size)
 
-    Raises:
-        zipfile.BadZipFile: its header doesn't fit the directory, or the sizes there each other
-    """
-    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-        raise zipfile.BadZipFile(f'{record.filename} is not stored as it is')
-    file.seek(record.header_offset)
-    header = file.read(HEADER.size)
-    header += file.read(sum(HEADER.unpack(header)[-2:]))
-    start = payload_start(header, record.orig_filename.encode())
-    if start is None:
-        raise zipfile.BadZipFile(f'damaged header of {record.filename}')
-    return record.header_offset + start
+    return Archive(read, os.fstat(file.fileno()).st_size, str(path))
 
 
 def _records(path: Path, state: Any) -> dict[tuple[int, int], Record]:
@@ -229,12 +202,15 @@ def _records(path: Path, state: Any) -> dict[tuple[int, int], Record]:
     They lie in the mapping as in the file, each a record of the archive.
     """
     storages = sorted({(s.data_ptr(), s.nbytes()) for s in _storages(state) if s.nbytes()})
-    with open(path, 'rb') as file, zipfile.ZipFile(file) as archive:
-        records = sorted(
-            (_payload(file, record), record.file_size, record.CRC)
-            for record in archive.infolist()
-            if '/data/' in record.filename and record.file_size
-        )
+    with open(path, 'rb') as file:
+        archive = _archive(file, path)
+        of_storages = {
+            name.removeprefix(archive.root): crc
+            for name, crc in archive.crcs().items()
+            if name.startswith(archive.root + b'data/')
+        }
+        places = sorted((*archive.place(record), crc) for record, crc in of_storages.items())
+    records = [place for place in places if place[1]]
     if not storages or len(storages) != len(records):
         return {}
     base = storages[0][0] - records[0][0]
@@ -281,12 +257,8 @@ def trimmed(value: Any) -> Any:
         return new
     if type(value) in (list, tuple):
         items = [trimmed(item) for item in value]
-        return value if all(map(_is, items, value)) else type(value)(items)
+        return value if all(map(is_, items, value)) else type(value)(items)
     return value
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _trim(tensor: torch.Tensor) -> torch.Tensor:

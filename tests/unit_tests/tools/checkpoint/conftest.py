@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.unit_tests.tools.checkpoint.handmade import write_run
+from tests.unit_tests.tools.checkpoint.handmade import WEIGHTS, plain_merge, write_run
 from tests.unit_tests.tools.checkpoint.inspect_runs import write_runs
 from tests.unit_tests.tools.checkpoint.pp_vpp_runs import run
 
@@ -38,6 +38,18 @@ def five(tmp_path_factory):
     root = tmp_path_factory.mktemp('five')
     paths, models = write_run(root, [100, 200, 300, 400, 500], extra_states=EXTRA)
     return root, paths, models
+
+
+@pytest.fixture(scope='session')
+def three(tmp_path_factory):
+    """Paths and tensors of three checkpoints of one bf16 run."""
+    return write_run(tmp_path_factory.mktemp('three'), [100, 200, 300])
+
+
+@pytest.fixture(scope='session')
+def expected(three):
+    """What these are by ``WEIGHTS``."""
+    return plain_merge(three[1], WEIGHTS)
 
 
 @pytest.fixture(scope='session')

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.cpu_megatron.whole_checkpoint import ALONE, read_tensors
 
+WEIGHTS = [0.5, 0.3, 0.2]  # of the checkpoints of the fixture `three`
+
 
 def ensure_group() -> None:
     """A gloo group of one process, which core's save needs."""

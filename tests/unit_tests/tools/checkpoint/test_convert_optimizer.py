@@ -213,34 +213,27 @@ def change_common_state(root: Path, change) -> None:
     checkpoint = read_checkpoint(directory)
     change(checkpoint.common.state)
     torch.save(checkpoint.common.state, directory / 'common.pt')
+    leave_out(root, 'common_state/')
 
-    def leave_out(metadata):
+
+def leave_out(root: Path, start: str) -> None:
+    """Take the entries whose keys begin so out of the metadata."""
+
+    def change(metadata):
         for entries in (metadata.state_dict_metadata, metadata.storage_data):
-            for key in [k for k in entries if getattr(k, 'fqn', k).startswith('common_state/')]:
+            for key in [k for k in entries if getattr(k, 'fqn', k).startswith(start)]:
                 del entries[key]
 
-    edit_metadata(root, leave_out)
+    edit_metadata(root, change)
 
 
 def test_missing_state(source, tmp_path):
-    def leave_out(metadata):
-        key = f'{BUCKET}.bucket_idx_0.exp_avg_sq'
-        del metadata.state_dict_metadata[key]
-        for index in [i for i in metadata.storage_data if i.fqn == key]:
-            del metadata.storage_data[index]
-
-    edit_metadata(source, leave_out)
+    leave_out(source, f'{BUCKET}.bucket_idx_0.exp_avg_sq')
     refused(source, tmp_path, 'no exp_avg_sq')
 
 
 def test_missing_weight(source, tmp_path):
-    def leave_out(metadata):
-        key = 'decoder.final_layernorm.bias'
-        del metadata.state_dict_metadata[key]
-        for index in [i for i in metadata.storage_data if i.fqn == key]:
-            del metadata.storage_data[index]
-
-    edit_metadata(source, leave_out)
+    leave_out(source, 'decoder.final_layernorm.bias')
     refused(source, tmp_path, "don't fill")
 
 

@@ -88,7 +88,7 @@ def _expected(directory) -> dict[str, int]:
 
 @pytest.mark.parametrize('name', ['buckets', 'fp32', 'offload', 'experts', *TWO_RANKS, 'stock'])
 def test_right_checkpoints_raise_no_alarm(saved, name):
-    directory = find_distributed(saved / name / 'ckpt')[0]
+    directory = find_distributed(saved / name / 'ckpt').directory
     check = check_weights(directory)
     assert not check.different and not check.not_compared
     assert check.compared == len(_expected(directory)) > 10
@@ -98,12 +98,12 @@ def test_right_checkpoints_raise_no_alarm(saved, name):
 
 
 def test_state_of_an_optimizer_that_is_not_distributed(saved):
-    check = check_weights(find_distributed(saved / 'not distributed' / 'ckpt')[0])
+    check = check_weights(find_distributed(saved / 'not distributed' / 'ckpt').directory)
     assert check.compared > 10 and not check.different
 
 
 def test_what_stock_megatron_shifts_is_named(saved, capsys):
-    directory = find_distributed(saved / 'stock buckets' / 'ckpt')[0]
+    directory = find_distributed(saved / 'stock buckets' / 'ckpt').directory
     check = check_weights(directory)
     expected = {weight: found for weight, found in _expected(directory).items() if found}
     assert expected and check.different == expected
@@ -120,7 +120,7 @@ def test_a_right_checkpoint_on_the_command_line(saved, capsys):
 
 
 def test_one_wrong_element_is_found(saved, tmp_path):
-    source = find_distributed(saved / 'tensor parallel' / 'ckpt')[0]
+    source = find_distributed(saved / 'tensor parallel' / 'ckpt').directory
     for file in source.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     key = 'optimizer.state.param.decoder.layers.self_attention.linear_qkv.weight'
@@ -140,7 +140,7 @@ def _replace_once(directory, old: torch.Tensor, new: torch.Tensor) -> bool:
 
 
 def test_state_by_bucket_has_nothing_to_compare(saved, capsys):
-    directory = find_distributed(saved / 'dp_reshardable' / 'ckpt')[0]
+    directory = find_distributed(saved / 'dp_reshardable' / 'ckpt').directory
     assert main([str(directory), '--check-weights']) == 1
     assert capsys.readouterr().err == (
         f'error: {directory}: the main parameters are stored as dp_reshardable; '
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_optimizer_state_has_nothing_to_compare(tmp_path):
 
 
 def test_a_file_that_is_missing(saved, tmp_path):
-    source = find_distributed(saved / 'buckets' / 'ckpt')[0]
+    source = find_distributed(saved / 'buckets' / 'ckpt').directory
     for file in source.iterdir():
         if file.suffix != '.distcp':
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -165,7 +165,7 @@ def test_a_file_that_is_missing(saved, tmp_path):
 
 
 def test_a_main_parameter_that_is_not_all_there(saved, tmp_path):
-    source = find_distributed(saved / 'tensor parallel' / 'ckpt')[0]
+    source = find_distributed(saved / 'tensor parallel' / 'ckpt').directory
     directory = shutil.copytree(source, tmp_path / 'incomplete')
     metadata = pickle.loads((directory / '.metadata').read_bytes())
     key, entry = next(

@@ -8,12 +8,11 @@ import subprocess
 import pytest
 
 from tests.unit_tests.tools.checkpoint.handmade import (
+    WEIGHTS,
     assert_same,
     leave_group,
     load_tensors,
-    plain_merge,
     tree,
-    write_run,
 )
 from tools.checkpoint.common import publish
 from tools.checkpoint.common.errors import CheckpointError
@@ -31,17 +30,6 @@ STEPS = [
     'unmarked',
     'tracked 1',
 ]
-WEIGHTS = [0.5, 0.3, 0.2]
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp('run'), [100, 200, 300])
-
-
-@pytest.fixture(scope='module')
-def expected(run):
-    return plain_merge(run[1], WEIGHTS)
 
 
 def forked(action):
@@ -94,7 +82,7 @@ def check_next_run(root, paths, expected, state):
 
 
 @pytest.mark.parametrize('victim', STEPS)
-def test_sigkill_at_each_named_step(run, expected, tmp_path, victim):
+def test_sigkill_at_each_named_step(three, expected, tmp_path, victim):
     root = start_root(tmp_path, 'root')
     seen = []
 
@@ -104,18 +92,18 @@ def test_sigkill_at_each_named_step(run, expected, tmp_path, victim):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         publish.step = step
-        merged_into(root, run[0])
+        merged_into(root, three[0])
 
     _, status = os.waitpid(forked(action), 0)
     assert os.WIFSIGNALED(status), f'{victim} was not reached {seen}'
     state = state_of(root, expected)
     assert state == ('old' if STEPS.index(victim) < STEPS.index('renamed 1') else 'new')
-    check_next_run(root, run[0], expected, state)
+    check_next_run(root, three[0], expected, state)
 
 
-def test_sigkill_at_random_times(run, expected, tmp_path):
+def test_sigkill_at_random_times(three, expected, tmp_path):
     root = start_root(tmp_path, 'timing')
-    _, _, used = os.wait4(forked(lambda: merged_into(root, run[0])), 0)
+    _, _, used = os.wait4(forked(lambda: merged_into(root, three[0])), 0)
     assert state_of(root, expected) == 'new'
     dice = random.Random(1)
     states = []
@@ -127,24 +115,24 @@ def test_sigkill_at_random_times(run, expected, tmp_path):
             # by processor time, which a busy machine doesn't change; nothing handles this signal
             signal.signal(signal.SIGPROF, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_PROF, ends)
-            merged_into(root, run[0])
+            merged_into(root, three[0])
 
         os.waitpid(forked(action), 0)
         states.append(state_of(root, expected))
-        check_next_run(root, run[0], expected, states[-1])
+        check_next_run(root, three[0], expected, states[-1])
     assert 'old' in states
 
 
-def test_a_dry_run_leaves_what_a_killed_run_left(run, tmp_path, capsys):
+def test_a_dry_run_leaves_what_a_killed_run_left(three, tmp_path, capsys):
     root = start_root(tmp_path, 'root')
 
     def die():
         publish.step = lambda name: name == 'unmarked' and os.kill(os.getpid(), signal.SIGKILL)
-        merged_into(root, run[0])
+        merged_into(root, three[0])
 
     os.waitpid(forked(die), 0)
     before = tree(root)
-    pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
+    pairs = [f'{path}:{weight}' for path, weight in zip(three[0], WEIGHTS, strict=True)]
     again = ['--merge-inputs', *pairs, '--merge-output', str(root), '--output-iteration', '7']
     assert main([*again, '--dry-run']) == 1
     assert 'exists' in capsys.readouterr().err and tree(root) == before
@@ -153,7 +141,7 @@ def test_a_dry_run_leaves_what_a_killed_run_left(run, tmp_path, capsys):
     assert (root / 'latest_checkpointed_iteration.txt').read_text() == '7\n'
 
 
-def test_no_process_is_started_while_locks_are_held(run, tmp_path, monkeypatch):
+def test_no_process_is_started_while_locks_are_held(three, tmp_path, monkeypatch):
     """A child has its parent's locks until it executes: what the killed run left would stay."""
     held, started = [], []
     start = subprocess.Popen.__init__
@@ -165,14 +153,14 @@ def test_no_process_is_started_while_locks_are_held(run, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess.Popen, '__init__', record)
     monkeypatch.setattr(os, 'fork', lambda: started.append(bool(held)))
     monkeypatch.setattr(publish, 'step', held.append)
-    merge(run[0], WEIGHTS, tmp_path / 'out', 7, verify=True, save_integrity=True)
+    merge(three[0], WEIGHTS, tmp_path / 'out', 7, verify=True, save_integrity=True)
     assert held[-1] == 'tracked 1' and not any(started)
 
 
 @pytest.mark.usefixtures('default_signal_handlers')
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize('when', ['staged', 'chunk', 'written', 'synced'])
-def test_signals_leave_nothing(run, tmp_path, signum, when):
+def test_signals_leave_nothing(three, tmp_path, signum, when):
     root = start_root(tmp_path, 'root')
 
     def action():
@@ -189,7 +177,7 @@ def test_signals_leave_nothing(run, tmp_path, signum, when):
             # once: the threads' later chunks come after the handlers are gone
             once = [stop]
             accumulate.ChunkMerger.merge = lambda *a: (once and once.pop()(), right(*a))
-        pairs = [f'{path}:{weight}' for path, weight in zip(run[0], WEIGHTS, strict=True)]
+        pairs = [f'{path}:{weight}' for path, weight in zip(three[0], WEIGHTS, strict=True)]
         return main(
             ['--merge-inputs', *pairs, '--merge-output', str(root), '--output-iteration', '7']
         )

@@ -18,14 +18,13 @@ import torch.distributed.checkpoint as dcp
 
 from tests.cpu_megatron.whole_checkpoint import ALONE
 from tests.unit_tests.tools.checkpoint.handmade import (
+    WEIGHTS,
     assert_same,
     load_tensors,
     model_tensors,
-    plain_merge,
     set_common_form,
     tree,
     write_checkpoint,
-    write_run,
 )
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.merge import accumulate, payload
@@ -33,17 +32,6 @@ from tools.checkpoint.weighted_merge import main
 from tools.checkpoint.weighted_merge import merge_same_layout_dcp_metadata_checkpoints as merge
 
 REPOSITORY = Path(__file__).resolve().parents[4]
-WEIGHTS = [0.5, 0.3, 0.2]
-
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp('run'), [100, 200, 300])
-
-
-@pytest.fixture(scope='module')
-def expected(run):
-    return plain_merge(run[1], WEIGHTS)
 
 
 # --- nothing in a checkpoint runs
@@ -139,13 +127,13 @@ def small_tmpfs(directory, size):
         subprocess.run(['umount', str(directory)], check=True)
 
 
-def test_disk_full_at_any_point(run, expected, tmp_path, capfd):
+def test_disk_full_at_any_point(three, expected, tmp_path, capfd):
     disk = tmp_path / 'disk'
     outcomes = []
     for pages in range(1, 24):
         with small_tmpfs(disk, pages * 4096):
             try:
-                merge(run[0], WEIGHTS, disk / 'out', 7, threads=2, save_integrity=True)
+                merge(three[0], WEIGHTS, disk / 'out', 7, threads=2, save_integrity=True)
             except CheckpointError as error:
                 assert 'No space left on device' in str(error) and '\n' not in str(error)
                 assert list(disk.iterdir()) == []
@@ -157,7 +145,7 @@ def test_disk_full_at_any_point(run, expected, tmp_path, capfd):
     assert 'Traceback' not in capfd.readouterr().err
 
 
-def test_read_errors(run, tmp_path, monkeypatch, capfd):
+def test_read_errors(three, tmp_path, monkeypatch, capfd):
     right, calls = os.preadv, []
 
     def failing(at):
@@ -173,26 +161,26 @@ def test_read_errors(run, tmp_path, monkeypatch, capfd):
         calls.clear()
         monkeypatch.setattr(os, 'preadv', failing(at))
         with pytest.raises(CheckpointError, match=r'iter_0000.00/.*distcp: .*Input/output error'):
-            merge(run[0], WEIGHTS, tmp_path / 'deep/out', threads=2)
+            merge(three[0], WEIGHTS, tmp_path / 'deep/out', threads=2)
         assert list(tmp_path.iterdir()) == []
     assert 'Traceback' not in capfd.readouterr().err
 
 
-def test_file_that_shrinks_while_merging(run, tmp_path, monkeypatch):
+def test_file_that_shrinks_while_merging(three, tmp_path, monkeypatch):
     right = os.preadv
     monkeypatch.setattr(os, 'preadv', lambda d, b, o: 0 if o > 20000 else right(d, b, o))
     with pytest.raises(CheckpointError, match='ends at .*, expected data up to'):
-        merge(run[0], WEIGHTS, tmp_path / 'out')
+        merge(three[0], WEIGHTS, tmp_path / 'out')
     assert list(tmp_path.iterdir()) == []
 
 
-def test_permissions_follow_umask_and_parent(run, tmp_path):
+def test_permissions_follow_umask_and_parent(three, tmp_path):
     parent = tmp_path / 'parent'
     parent.mkdir()
     os.chmod(parent, 0o2775)
     before = os.umask(0o027)
     try:
-        merge(run[0], WEIGHTS, parent, 7)
+        merge(three[0], WEIGHTS, parent, 7)
     finally:
         os.umask(before)
     for path in [*parent.rglob('*')]:
@@ -204,8 +192,8 @@ def test_permissions_follow_umask_and_parent(run, tmp_path):
 
 
 @pytest.mark.parametrize('threads', [1, 2])
-def test_each_source_chunk_is_read_exactly_once(run, tmp_path, monkeypatch, threads):
-    paths, models = run
+def test_each_source_chunk_is_read_exactly_once(three, tmp_path, monkeypatch, threads):
+    paths, models = three
     reads = []
     right = payload.read_exactly
 
