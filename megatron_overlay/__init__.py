@@ -59,6 +59,9 @@ def upstream(name: str):
     Upstream's functions then look up their globals in the overlay's module, and so see every
     name that the overlay file redefines after this call.
 
+    Args:
+        name: the caller's ``__name__``.
+
     Returns:
         A namespace with the module's names as upstream defined them.
 

@@ -135,7 +135,12 @@ class OverlayFinder:
         return '.'.join(version.split('.')[:2]) in self.supported_versions
 
     def upstream_spec(self, name: str, path=None):
-        """Spec of upstream's module ``name``, or None where upstream has no such module."""
+        """Spec of upstream's module ``name``, or None where upstream has no such module.
+
+        Args:
+            name: dotted.
+            path: of the package that it lies in, where that may not have been imported.
+        """
         parent = sys.modules.get(name.rpartition('.')[0])
         path = getattr(parent, '__path__', path)
         for finder in sys.meta_path:

@@ -21,6 +21,7 @@ def left_out(
     """Find the modules that can't go over this megatron-core.
 
     Args:
+        modules: dotted names of the overlay's modules.
         spec_of: finds upstream's module of a name on the path of its package.
         failed: of ``modules``, with what ended their import.
 

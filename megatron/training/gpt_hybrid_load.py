@@ -22,7 +22,10 @@ class Load:
     """What the functions inside one ``load_checkpoint`` call know of it.
 
     Attributes:
+        model, optimizer, args, strict, scheduler: as the call has them.
         changes: what is set on model and optimizer for the call, and put back after it.
+        stored: the checkpoint, then.
+        plan: what is done with it.
         retarget: points the run's state at a checkpoint of the other kind; None where there is
             none, and for ``fsdp_dtensor``, where upstream does so.
         loaded: the state dict that came back.
@@ -118,6 +121,7 @@ def make_dicts_of_mixed_lists(state: Any, path: tuple = ()) -> list[tuple]:
     puts together what was read and what wasn't, and of lists it doesn't know which is which.
 
     Args:
+        state: a sharded state dict, or a dict or list in one.
         path: where in it that is.
 
     Returns:

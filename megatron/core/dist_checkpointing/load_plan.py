@@ -76,6 +76,8 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     The checkpoint's keys decide what it is where they are known, the saved arguments elsewhere.
 
     Args:
+        stored: the checkpoint.
+        args: of the run.
         run: the model that it builds: ``'gpt'``, ``'hybrid'`` or ``'other'``.
     """
     try:

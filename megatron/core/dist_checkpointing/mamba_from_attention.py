@@ -50,6 +50,7 @@ def with_warm_start(
     Args:
         layer_maps: of the run's pattern.
         layout: of the checkpoint, with its keys as ``torch_dist`` has them.
+        args: of the run.
         query_groups: groups of heads that share keys and values; None where it isn't known.
 
     Raises:

@@ -102,7 +102,13 @@ def conversion_command(directory: str, to: str = TORCH_DIST) -> str:
 
 
 def other_format_refusal(stored: str, wanted: str, directory: str) -> str:
-    """Why a run that loads one of ``torch_dist`` and ``fsdp_dtensor`` can't take the other."""
+    """Why a run that loads one of ``torch_dist`` and ``fsdp_dtensor`` can't take the other.
+
+    Args:
+        stored: format of the checkpoint.
+        wanted: the one that the run loads.
+        directory: of the checkpoint's iteration.
+    """
     loaders = 'runs with' if stored == FSDP_DTENSOR else 'runs without'
     return (
         f'{directory}: a {stored} checkpoint, which {loaders} --use-megatron-fsdp load. Convert it '

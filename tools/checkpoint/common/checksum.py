@@ -20,6 +20,7 @@ def crc32(data: bytes | bytearray | memoryview, before: int = 0) -> int:
 
     Args:
         data: the bytes; a memoryview has to be one of bytes
+        before: the CRC-32 of those before
     """
     view = memoryview(data)
     for start in range(0, len(view), _BLOCK):

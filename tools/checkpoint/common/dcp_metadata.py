@@ -74,12 +74,20 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._before: dict[type, dict[str, Any]] = {}
 
     def restore(self) -> None:
-        """Put admitted classes back to what they were."""
+        """Put admitted classes back to what they were.
+
+        Raises:
+            pickle.UnpicklingError: one was changed
+        """
         for cls, attributes in self._before.items():
             _restore(cls, attributes)
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class itself, if it is one of those."""
+        """The class itself, if it is one of those.
+
+        Raises:
+            pickle.UnpicklingError: for every other global, naming it
+        """
         module = IMPORT_MAPPING.get(module, module)  # protocols 0 to 2 have Python 2's names
         module, name = _OF_CORE.get((module, name), (module, name))
         if (module, name) == ('copyreg', '_reconstructor'):
@@ -108,6 +116,10 @@ def load_dcp_metadata(
     directory: Path, *, trust: bool = False, trust_hint: str = TRUST_HINT
 ) -> Metadata:
     """DCP metadata of a checkpoint.
+
+    Args:
+        trust: unpickle without restriction
+        trust_hint: the way out that the message names when a class is refused
 
     Raises:
         CheckpointError: missing, truncated or garbage; holds a class that isn't DCP metadata

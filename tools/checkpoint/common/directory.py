@@ -53,6 +53,7 @@ class FoundCheckpoint:
     """A checkpoint that was finished, as far as its files tell.
 
     Attributes:
+        directory: of the iteration.
         format: as ``--ckpt-format`` names it.
         load: arguments with which a run loads it; empty where none do.
         given_to_load: the path that was looked at is what ``--load`` takes.
@@ -66,7 +67,11 @@ class FoundCheckpoint:
 
     @cached_property
     def metadata(self) -> 'Metadata':
-        """Of a checkpoint that DCP wrote, which no legacy one is."""
+        """Of a checkpoint that DCP wrote, which no legacy one is.
+
+        Raises:
+            CheckpointError: it can't be read
+        """
         return self._metadata or _read_metadata(self.directory)
 
     @property
@@ -79,6 +84,7 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
     """The checkpoint that ``--load path`` loads, or the one that ``path`` itself is.
 
     Args:
+        path: of either
         step: of ``--ckpt-step``; 0 and None choose none
 
     Raises:
@@ -102,12 +108,20 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> FoundCheckpoin
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """Directory of the ``torch_dist`` checkpoint that ``path`` is, or that its tracker names."""
+    """Directory of the ``torch_dist`` checkpoint that ``path`` is, or that its tracker names.
+
+    Raises:
+        CheckpointError: there is none; the message says what was found instead
+    """
     return find_checkpoint_of(path, TORCH_DIST).directory
 
 
 def find_checkpoint_of(path: str | Path, *formats: str) -> FoundCheckpoint:
-    """The same of any of these formats."""
+    """The same of any of these formats.
+
+    Raises:
+        CheckpointError: as above
+    """
     found = find_checkpoint(path)
     if found.format not in formats:
         raise CheckpointError(f'{found.directory}: {describe_foreign(found.directory)}')

@@ -25,6 +25,10 @@ class CheckpointError(CheckpointingException, ValueError):
 def reading(path: Path, expected: str) -> Iterator[None]:
     """Around code that takes a file's content apart: content of another make is the file's fault.
 
+    Args:
+        path: the file
+        expected: what it should hold
+
     Raises:
         CheckpointError: in place of any error of Python's own, naming it
     """

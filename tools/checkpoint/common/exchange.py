@@ -34,6 +34,9 @@ def exchange(
     Args:
         new, target, aside: paths in one directory; ``aside`` doesn't exist
         step: is told of the moment between two renames
+
+    Raises:
+        OSError: the file system refuses
     """
     if _swap(new, target):
         step('exchanging')

@@ -10,6 +10,9 @@ LOAD_MODULES = (
 def why_not_active(*modules: str) -> str | None:
     """Activate the overlay, where megatron hasn't been imported yet.
 
+    Args:
+        modules: of the overlay, which are asked for.
+
     Returns:
         Why a process in this environment doesn't get all of them; None where it does.
     """

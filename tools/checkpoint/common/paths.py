@@ -44,7 +44,11 @@ def refuse_url(path: str | Path) -> None:
 
 
 def refuse_no_directory(path: str | Path) -> None:
-    """Raise where there is no directory at a path that is to be read."""
+    """Raise where there is no directory at a path that is to be read.
+
+    Raises:
+        CheckpointError: nothing is there, or a file, or it can't be looked at
+    """
     try:
         is_directory = stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError as error:
@@ -72,7 +76,11 @@ def is_rank_dirname(name: str) -> bool:
 
 
 def list_iterations(root: str | Path) -> dict[int, Path]:
-    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order."""
+    """Every ``iter_XXXXXXX`` directory directly under ``root``, by iteration, in rising order.
+
+    Raises:
+        CheckpointError: ``root`` is no directory that can be read
+    """
     refuse_url(root)
     refuse_no_directory(root)
     try:
@@ -109,7 +117,11 @@ def read_tracker(root: str | Path) -> int | Literal['release']:
 
 
 def tracker_target(root: str | Path) -> Path:
-    """The directory that the tracker in ``root`` points at."""
+    """The directory that the tracker in ``root`` points at.
+
+    Raises:
+        CheckpointError: the tracker is unusable, or the directory it names doesn't exist
+    """
     iteration = read_tracker(root)
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
@@ -121,7 +133,11 @@ def tracker_target(root: str | Path) -> Path:
 
 
 def iteration_dir(root: str | Path, iteration: int | str) -> Path:
-    """Directory of one iteration (or ``'release'``) in ``root``."""
+    """Directory of one iteration (or ``'release'``) in ``root``.
+
+    Raises:
+        CheckpointError: it doesn't exist; the message lists what does
+    """
     target = Path(root) / iteration_dirname(iteration)
     if not os.path.isdir(target):
         raise CheckpointError(
@@ -150,7 +166,11 @@ def refuse_unreachable(target: Path) -> None:
 
 
 def existing_parent(target: Path) -> Path:
-    """The directory nearest to ``target`` that exists, itself included."""
+    """The directory nearest to ``target`` that exists, itself included.
+
+    Raises:
+        CheckpointError: there is something else in its way
+    """
     for path in (target, *target.parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):

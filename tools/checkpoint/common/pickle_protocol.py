@@ -79,7 +79,11 @@ class _Translation:
         return b''.join(self._out) + pickle.STOP
 
     def add(self, operation: pickletools.OpcodeInfo, argument: object, raw: bytes) -> None:
-        """Translate one operation."""
+        """Translate one operation.
+
+        Raises:
+            pickle.UnpicklingError: that can't be done
+        """
         name = operation.name
         if name in ('PROTO', 'FRAME'):
             return

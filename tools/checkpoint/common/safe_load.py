@@ -76,6 +76,8 @@ def load_torch(
     """What ``torch.save`` wrote, onto the CPU, running no code of its own.
 
     Args:
+        source: file path, or an open binary file
+        trust: load without restriction (``weights_only=False``)
         mmap: map tensors instead of reading them; for paths only
         name: what error messages call the source; default: its path
         trust_hint: the way out that the message names when a class is refused
@@ -198,6 +200,7 @@ def why_not_loaded(error: Exception, refused: str | None, trust_hint: str) -> st
 
     Args:
         refused: full name of a class that isn't admitted
+        trust_hint: the way out then
     """
     return _refusal(refused, trust_hint) if refused else _missing_code(error)
 

@@ -74,7 +74,11 @@ def check_file(file: Path, size: int) -> None:
 
 
 def check_files(needed: Iterable[tuple[Path, int]]) -> None:
-    """Refuse files that are missing or end before what lies in them."""
+    """Refuse files that are missing or end before what lies in them.
+
+    Args:
+        needed: of each part the file, and where in it the part ends
+    """
     ends: dict[Path, int] = {}
     for file, end in needed:
         ends[file] = max(ends.get(file, 0), end)
@@ -113,6 +117,8 @@ def read_common_state(
 
     Args:
         embedded: that place, see ``common_state_slice``
+        trust: unpickle without restriction
+        trust_hint: the way out that the message names when a class is refused
 
     Returns:
         the state dict, optimizers' classes in it as stand-ins; None where there is none
@@ -148,6 +154,9 @@ def read_object(
     Args:
         key: what error messages call it
         stand_in_for: tells of a class's full name whether it is read as a stand-in
+
+    Raises:
+        CheckpointError: as ``read_common_state``
     """
     path = stored_file(directory, place.file)
     check_file(path, place.end)

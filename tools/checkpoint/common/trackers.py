@@ -71,7 +71,11 @@ def stage_tracker(temporary: Path, text: str) -> int:
 
 
 def write_tracker(root: Path, text: str) -> None:
-    """Make a root's tracker say ``text``, in one step."""
+    """Make a root's tracker say ``text``, in one step.
+
+    Raises:
+        CheckpointError: the file system refuses
+    """
     tracker = root / TRACKER_NAME
     temporary = staging_path(tracker, f'{os.getpid()}-{uuid.uuid4().hex[:8]}')
     lock = stage_tracker(temporary, text)
@@ -86,7 +90,11 @@ def _written_since(path: Path, other: Path) -> bool:
 
 
 def replace_tracker(root: Path, temporary: Path, text: str) -> None:
-    """Put a tracker in place that says ``text`` and is ready in a temporary file."""
+    """Put a tracker in place that says ``text`` and is ready in a temporary file.
+
+    Raises:
+        CheckpointError: the file system refuses
+    """
     tracker = root / TRACKER_NAME
     try:
         os.replace(temporary, tracker)

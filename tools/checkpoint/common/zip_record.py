@@ -191,6 +191,10 @@ def payload_start(header: bytes | bytearray, name: bytes) -> int | None:
     The lengths in the header decide where the content is looked for, and torch checks none of them:
     name and extra fields must fill them exactly.
 
+    Args:
+        header: the archive from the header on, as much as the header's lengths say
+        name: the record's name in the directory
+
     Returns:
         the distance; None where the header is damaged
     """

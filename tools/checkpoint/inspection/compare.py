@@ -20,6 +20,7 @@ class Comparison:
     """Two checkpoints as inputs of one merge.
 
     Attributes:
+        directories: of the two
         faults: one line for each of them that the merge refuses by itself
         differences: everything in which the second differs from the first
         options: of the merge, which it needs to take the two
@@ -57,7 +58,12 @@ class Comparison:
 
 
 def compare_checkpoints(first: str | Path, other: str | Path) -> Comparison:
-    """Compare two checkpoints as the merge does; only metadata and common state are read."""
+    """Compare two checkpoints as the merge does; only metadata and common state are read.
+
+    Raises:
+        CheckpointError: one of the paths is no checkpoint that the merge knows, or both are the
+            same
+    """
     directories = resolve_checkpoint(first), resolve_checkpoint(other)
     if real_path(directories[0]) == real_path(directories[1]):
         raise CheckpointError(f'{other}: the same checkpoint as {first}; name two')

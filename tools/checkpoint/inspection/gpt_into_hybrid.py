@@ -42,6 +42,9 @@ def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **argum
     """Print which hybrid layer reads what, and whether the load will work.
 
     Args:
+        checkpoint: as for ``--load``.
+        pattern: as in ``--hybrid-layer-pattern``.
+        ckpt_step: as in ``--ckpt-step``.
         arguments: of the run, where they aren't those of the one that saved the checkpoint.
 
     Returns:

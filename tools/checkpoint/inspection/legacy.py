@@ -39,7 +39,11 @@ IN_RANK_FILES = 'in rank files'
 
 
 def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
-    """Look at a checkpoint; its rank files are mapped, no tensor is read."""
+    """Look at a checkpoint; its rank files are mapped, no tensor is read.
+
+    Raises:
+        CheckpointError: a file is missing, cut short, damaged, or would have to be run
+    """
     directory = found.directory
     side = look_at('', directory, lambda path: read(path, False))
     files = {path: read(path, False) for path in side.files.values()}

@@ -58,6 +58,8 @@ class ResumeReport:
     """What a checkpoint says about its optimizer.
 
     Attributes:
+        checkpoint_dir: the directory of one iteration.
+        iteration: as stored; None where it isn't.
         sharding_type: the optimizer's format; ``none`` without optimizer state, ``plain`` for
             an optimizer that isn't distributed.
         steps: Adam's step counts, in the parameter groups or common to all parameters.
@@ -65,6 +67,7 @@ class ResumeReport:
         offload_fraction: of ``--optimizer-cpu-offload``; None without, and where the training
             arguments aren't stored.
         layer_wise: the optimizer is distributed by layers, as of Muon.
+        unstored: what a run asks for and isn't there.
     """
 
     checkpoint_dir: Path
@@ -94,7 +97,14 @@ class ResumeReport:
 
 
 def read_resume_report(checkpoint: str | Path) -> ResumeReport:
-    """Look at a checkpoint."""
+    """Look at a checkpoint.
+
+    Args:
+        checkpoint: directory of one iteration, or one above with a tracker file.
+
+    Raises:
+        CheckpointError: there is no distributed checkpoint, with the reason.
+    """
     found = find_distributed(checkpoint)
     check_stored_files(found.directory, found.metadata)
     return resume_report(found.metadata, read_stored(found))

@@ -47,11 +47,14 @@ class ModelSummary:
 
     Attributes:
         family: ``gpt``, ``hybrid``, or ``other`` where the keys show neither
+        evidence: a key that showed it
         layers: decoder layers; for a hybrid model those of its pattern
         stored_by: ``axis`` where layers are stacked along one, ``index`` where it is in the key
         pattern: of a hybrid model, as in ``--hybrid-layer-pattern``, ``?`` for an unknown layer;
             None for other models
         dense, moe: number of layers with an MLP of that kind
+        latent_attention: the attention is multi-latent
+        mtp_layers: multi-token prediction layers
     """
 
     family: str
@@ -87,6 +90,7 @@ class OptimizerState:
     Attributes:
         format: its layout, such as ``fully_reshardable``; ``none`` without
         steps: step counts in the parameter groups; None where they weren't looked at
+        amounts: tensors and bytes by dtype
     """
 
     format: str
@@ -99,15 +103,20 @@ class CheckpointSummary:
     """One checkpoint. ``str()`` gives the report that the command line prints.
 
     Attributes:
+        directory: of the iteration
         load: arguments with which a run loads it; empty where none do
         format: ``torch_dist``, ``torch`` (legacy), ``fsdp_dtensor`` or ``torch_dcp``
         iteration: as stored, else as the directory's name has it; None where neither does
+        model: what the keys tell of the model
         parallel: parallel sizes of the run that saved it, by their usual short names
         parallel_from: where those sizes come from; empty where nothing tells
         weights: tensors and bytes of the model by dtype; in ``torch`` each rank's shards count
+        optimizer: optimizer state
         other_bytes: bytes of all else that the metadata names, such as random states
         common_state: where values that aren't sharded stand
         manifest_files: files that ``integrity.json`` has a checksum of; None without one
+        files: number of files
+        file_bytes: their size
         uses: which tools and loads take it
     """
 

@@ -49,6 +49,8 @@ class WeightCheck:
     """What comparing the main parameters of a checkpoint with its weights found.
 
     Attributes:
+        checkpoint_dir: the directory of one iteration.
+        compared: number of weights that were compared.
         different: weight to the number of its elements that differ, in the checkpoint's order.
         sizes: weight to its number of elements, for those that differ.
         without_main_param: weights that the optimizer has no main parameter for: frozen ones, and
@@ -87,6 +89,9 @@ def check_weights(checkpoint: str | Path) -> WeightCheck:
     """Compare each stored main parameter, in the weight's dtype, with the stored weight.
 
     One stored chunk after the other is read: memory is two chunks, whatever the checkpoint's size.
+
+    Args:
+        checkpoint: directory of one iteration, or one above with a tracker file.
 
     Raises:
         CheckpointError: there is no distributed checkpoint; the optimizer state isn't

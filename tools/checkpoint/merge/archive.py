@@ -30,7 +30,14 @@ class Template:
     """What all archives of one dtype and shape have in common, by one writer.
 
     Args:
+        read: gives a number of bytes (second argument) from an offset in one of them on
+        length: its bytes
         storage: name of the record of elements, such as ``data/0``
+
+    Attributes:
+        start: offset of the first element
+        stop: offset after the last one
+        length: bytes of each archive
 
     Raises:
         NotPlain: its parts aren't clearly apart, so that it says nothing of others
@@ -131,7 +138,12 @@ def _frame(dtype: torch.dtype, sizes: Sequence[int]) -> Template:
 
 
 class _Around:
-    """A file for ``torch.save`` that leaves out one tensor's elements."""
+    """A file for ``torch.save`` that leaves out one tensor's elements.
+
+    Args:
+        address: where these lie in memory
+        nbytes: how many bytes they are
+    """
 
     def __init__(self, address: int, nbytes: int) -> None:
         self._elements = address, nbytes

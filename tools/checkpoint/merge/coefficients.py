@@ -25,6 +25,9 @@ def load_coefficients(file: str | Path, iterations: Sequence[int]) -> dict[int, 
 
     Returns:
         iteration to weight, in rising order of iteration
+
+    Raises:
+        CheckpointError: unreadable, no such mapping, or other iterations than the merge has
     """
     found = _read_mapping(Path(file))
     weights: dict[int, float] = {}

@@ -43,7 +43,9 @@ class Prepared[R: Result]:
 
     Attributes:
         plan: None where there is nothing to do
+        result: what is known of it so far
         trackers: of the output, as ``Publication`` has them
+        directories: of the checkpoints that are read
     """
 
     plan: MergePlan | None
@@ -57,6 +59,7 @@ class Orders:
     """What rank 0 tells each rank.
 
     Attributes:
+        share: what it writes
         fingerprints: of the checkpoints' metadata as rank 0 sees it
     """
 
@@ -79,7 +82,15 @@ class Figures:
 
 
 class Work[M: ChunkMaker, R: Result]:
-    """What a command does besides what all do."""
+    """What a command does besides what all do.
+
+    Args:
+        request: what is asked for
+        ranks: that do it
+
+    Attributes:
+        doing: what the progress bar says
+    """
 
     doing: str
 
@@ -182,6 +193,14 @@ def _publish_together[R: Result](
 ) -> R:
     """Let every rank write into one staging directory, and publish that; collective.
 
+    Args:
+        trackers: as ``Publication`` has them; on rank 0
+        fill: writes this rank's part into the staging directory; the result on rank 0
+        begin: when the work began, for the result's total time
+
+    Returns:
+        what ``fill`` returned on rank 0, on every rank
+
     Raises:
         CheckpointError: it failed somewhere; nothing is published
         RankLost: rank 0 was lost while publishing
@@ -228,6 +247,10 @@ def _write[R: Result](
     staging: Path,
 ) -> R:
     """Write this rank's chunks into the staging directory, and check them; collective.
+
+    Args:
+        plan: of the whole output; on rank 0
+        memory: that the process held at the beginning
 
     Returns:
         the result, on rank 0 with all ranks' figures

@@ -24,7 +24,11 @@ def add_trust(inputs: argparse._ActionsContainer) -> None:
 
 
 def add_run_options(run: argparse._ActionsContainer, dry_run: str, verify: str) -> None:
-    """``--dry-run``, ``--verify`` and ``--report-json``."""
+    """``--dry-run``, ``--verify`` and ``--report-json``.
+
+    Args:
+        dry_run, verify: what the command does then
+    """
     run.add_argument('--dry-run', action='store_true', help=dry_run)
     run.add_argument('--verify', action='store_true', help=verify)
     run.add_argument(

@@ -45,7 +45,11 @@ class CommonState:
 
 
 def load_common_state(source: Source, *, trust: bool = False) -> CommonState | None:
-    """Common state of a source, from ``common.pt`` or the embedded entry; None if it has none."""
+    """Common state of a source, from ``common.pt`` or the embedded entry; None if it has none.
+
+    Raises:
+        CheckpointError: damaged, or holds a class that isn't admitted
+    """
     state = read_common_state(source.directory, source.embedded_common, trust=trust)
     return None if state is None else CommonState(state, source.directory)
 
@@ -60,6 +64,7 @@ def choose_common_state(
     """The common state that the output takes over.
 
     Args:
+        sources: the inputs in merge order
         output_iteration: prefer the input that records it
         given: the checkpoint of ``--common-state-checkpoint``
 
@@ -152,7 +157,11 @@ def refuse_unstorable(common: CommonState) -> None:
 
 
 def save_common_state(state: Mapping[str, Any], directory: Path) -> None:
-    """Write ``common.pt``, the form that every version of core reads."""
+    """Write ``common.pt``, the form that every version of core reads.
+
+    Raises:
+        OSError: it can't be written
+    """
     data = io.BytesIO()
     torch.save(dict(state), data, pickle_module=WithStandIns)
     (directory / COMMON_FILE).write_bytes(data.getvalue())

@@ -19,8 +19,10 @@ class Inputs:
     """Checkpoint directories in merge order, their weights, and where the weights come from.
 
     Attributes:
+        directories: checkpoint directories (each has ``metadata.json``)
         weights: one for each directory, finite
         style: the schedule, ``coefficients`` for a file of weights, None for given weights
+        normalized: whether the weights were scaled to sum 1
         last_iteration: end of the range in range mode
     """
 
@@ -75,7 +77,10 @@ def explicit_inputs(
     """Inputs whose weights are given.
 
     Args:
+        directories: checkpoint directories, or roots with a tracker
+        weights: one for each
         style: what the provenance calls the weights' schedule
+        normalize: scale the weights to sum 1
 
     Raises:
         CheckpointError: none or unequally many, the same checkpoint twice, weights that aren't
@@ -126,11 +131,17 @@ def range_inputs(
     """The checkpoints of a root from ``start`` to ``end``, in iteration order, with a schedule.
 
     Args:
+        root: directory that holds the ``iter_*`` directories
         start, end: first and last iteration; a checkpoint of ``end`` must exist
         style, seed: see ``checkpoint_coefficients``
         min_interval: walking back from ``end``, keep a checkpoint only this many iterations
             before the last one kept
+        min_checkpoints: fail when fewer remain
         coefficients: file with a weight for each iteration, in place of a schedule
+        normalize: scale the weights to sum 1
+
+    Raises:
+        CheckpointError: nothing suitable; the message says what is there
     """
     if start > end:
         raise CheckpointError(f'--start-checkpoint {start} lies after --end-checkpoint {end}')

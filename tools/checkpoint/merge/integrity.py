@@ -17,7 +17,11 @@ _ALGORITHM = 'sha256'
 
 
 def read_manifest(directory: Path) -> dict[str, str] | None:
-    """File name to hex digest, or None where a checkpoint carries no manifest."""
+    """File name to hex digest, or None where a checkpoint carries no manifest.
+
+    Raises:
+        CheckpointError: the manifest is damaged or of another kind
+    """
     file = directory / MANIFEST
     if not file.exists():
         return None
@@ -35,7 +39,14 @@ def read_manifest(directory: Path) -> dict[str, str] | None:
 
 
 def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
-    """Check every file of the checkpoints that carry a manifest; collective."""
+    """Check every file of the checkpoints that carry a manifest; collective.
+
+    Args:
+        directories: known on rank 0
+
+    Raises:
+        CheckpointError: a file is missing, or its digest differs
+    """
 
     def listed() -> list[tuple[Path, str]]:
         return [
@@ -58,7 +69,11 @@ def verify_manifests(directories: Sequence[Path] | None, ranks: Ranks) -> None:
 
 
 def write_manifest(directory: Path, ranks: Ranks) -> None:
-    """Hash every file of a checkpoint and write its manifest; collective."""
+    """Hash every file of a checkpoint and write its manifest; collective.
+
+    Raises:
+        CheckpointError: a file can't be read, or the manifest not be written
+    """
 
     def listed() -> list[str]:
         return sorted(path.name for path in directory.iterdir() if path.is_file())

@@ -39,7 +39,11 @@ class OpenFiles:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
-        """An open descriptor, valid until ``limit`` other files have been asked for."""
+        """An open descriptor, valid until ``limit`` other files have been asked for.
+
+        Raises:
+            CheckpointError: the file can't be opened
+        """
         name = str(path)
         if name in self._open:
             self._open.move_to_end(name)
@@ -63,7 +67,11 @@ class OpenFiles:
 
 
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -> None:
-    """Fill ``buffer`` from ``offset`` of a file."""
+    """Fill ``buffer`` from ``offset`` of a file.
+
+    Raises:
+        CheckpointError: a read error, or the file ends before
+    """
     done = 0
     while done < len(buffer):
         try:
@@ -78,7 +86,14 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: Path) -
 
 
 def read_bytes(path: Path, piece: Slice, files: OpenFiles | None = None) -> bytes:
-    """All bytes of one entry."""
+    """All bytes of one entry.
+
+    Args:
+        files: where the file stays open for the next entry
+
+    Raises:
+        CheckpointError: it can't be read
+    """
     data = bytearray(piece.length)
     opened = files or OpenFiles(1)
     try:
@@ -155,6 +170,7 @@ class SmallArchives:
         """Offset of the first element in an archive; as ``locate``.
 
         Args:
+            content: the archive
             source: which input it is of, each of which has one writer
         """
         kind = source, len(content), stored.dtype, stored.box.sizes

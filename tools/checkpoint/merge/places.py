@@ -45,7 +45,14 @@ class _Chunk(ChunkStorageMetadata):
 
 
 class WrittenPlaces:
-    """Where one rank has written its entries, by their number, in few bytes for each."""
+    """Where one rank has written its entries, by their number, in few bytes for each.
+
+    Args:
+        count: how many entries
+
+    Attributes:
+        lengths: bytes of each
+    """
 
     def __init__(self, count: int) -> None:
         self.lengths = array('Q', bytes(8 * count))
@@ -85,7 +92,11 @@ def stored_places(
 def output_metadata(
     plan: MergePlan, places: Sequence[WrittenPlaces]
 ) -> tuple[Metadata, Iterator[list[WriteResult]]]:
-    """The metadata, without places, and these as DCP's writer puts them in, some at a time."""
+    """The metadata, without places, and these as DCP's writer puts them in, some at a time.
+
+    Args:
+        places: of each rank's share
+    """
     size = cache(torch.Size)  # one object for each, of which there are many alike
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(

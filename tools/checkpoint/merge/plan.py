@@ -23,6 +23,9 @@ class ChunkJob:
     """One output chunk.
 
     Attributes:
+        key: FQN of the tensor
+        box: the chunk in the global tensor
+        dtype: of the output
         stored: by source, the stored chunks that hold its elements: one whose box is ``box``, or
             several, in any position, where layouts differ
     """
@@ -135,8 +138,10 @@ class MergePlan:
     """Everything that is written, and by whom.
 
     Attributes:
+        tensors: output tensors by FQN
         byte_entries: what is copied as it is stored, and what a conversion makes
         copied_tensors: those of its keys that are tensors
+        shares: one for each rank
         narrowed: FQN of the fp32 tensors that the save dtype narrows
         config: ``metadata.json`` of the output, as the first source has it
         common_state: of the output; None where there is none to write
@@ -175,6 +180,8 @@ def output_dtypes(
     """Dtype of each output tensor.
 
     Args:
+        tensors: of the first source
+        save_dtype: one of ``SAVE_DTYPES``
         keep_fp32: shell-style patterns of fp32 tensors that an explicit dtype doesn't narrow
 
     Raises:
@@ -217,6 +224,8 @@ def make_plan(
     Args:
         sources: in merge order; the output takes the first one's layout
         extra_states: the source whose ``_extra_state`` entries are copied
+        world_size: number of ranks
+        save_dtype, keep_fp32: see ``output_dtypes``
         balance: give chunks to ranks by size, largest first, instead of in turn
     """
     first = sources[0]

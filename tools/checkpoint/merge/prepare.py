@@ -23,7 +23,11 @@ from .validate import validate_given_extra_states, validate_sources
 
 
 def prepare(request: MergeRequest, world_size: int) -> Prepared[MergeResult]:
-    """Find the inputs, check them against each other, and plan the merge."""
+    """Find the inputs, check them against each other, and plan the merge.
+
+    Raises:
+        CheckpointError: anything that the contract rejects
+    """
     inputs = request.inputs()
     iteration = request.output_iteration
     if iteration is None:

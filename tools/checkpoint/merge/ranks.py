@@ -33,6 +33,7 @@ class Ranks:
     What all ranks do together raises ``RankLost`` where one is gone.
 
     Attributes:
+        rank, size: as in ``torch.distributed``
         group: gloo group of all ranks; None for one process
     """
 

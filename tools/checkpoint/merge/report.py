@@ -44,8 +44,12 @@ class Result:
     Attributes:
         output_dir: the published checkpoint directory (or, in a dry run, the one to be)
         bytes_read: content read by all ranks: bytes of elements and of entries that are copied
+        content_bytes: content of the output
+        world_size: number of ranks
         rank_bytes: source bytes of each rank
         peak_memory: largest resident size of each rank in bytes
+        warnings: what the user should know
+        timings: where the time went
     """
 
     output_dir: Path
@@ -64,6 +68,9 @@ class MergeResult(Result):
     """What a merge did.
 
     Attributes:
+        inputs, weights: what was merged, in order
+        averaged_tensors: number of tensors merged
+        copied_extra_states: number of ``_extra_state`` entries copied
         bytes_written: bytes of the output's files, which have archives, metadata and common state
             besides; ``content_bytes`` where nobody looked at them, as in a dry run
         merge_memory: how far ``peak_memory`` lies above the size at the start of the merge, which
@@ -125,7 +132,13 @@ def report_text(result: MergeResult) -> str:
 def figure_lines(
     result: Result, own_memory: Sequence[int], wrote: str, load: str, accumulate: str, what: str
 ) -> list[str]:
-    """Time, bytes and memory."""
+    """Time, bytes and memory.
+
+    Args:
+        own_memory: of each rank, above what it held at the beginning
+        load, accumulate: what the command calls reading and arithmetic
+        what: it does
+    """
     times = result.timings
     return [
         f'time: {format_seconds(times.total)} (discovery {times.discovery:.2f}, '
@@ -179,6 +192,15 @@ def refuse_report(
     """Raise where writing a report would damage something, or can't work.
 
     What it may replace is a report, or an empty file; a pipe or a terminal takes it too.
+
+    Args:
+        report: the file
+        target: the directory that is written
+        read_from: checkpoint directories that are read, and what they are called
+        of: the result that is reported
+
+    Raises:
+        CheckpointError: it lies in one of the checkpoints, or is something else that exists
     """
     file, output = real_path(report), real_path(target)
     if file.is_relative_to(output) or output.is_relative_to(file):

@@ -62,6 +62,7 @@ class Content:
     """What a checkpoint holds.
 
     Attributes:
+        directory: checkpoint directory
         config: what ``metadata.json`` says
         reshaped: core's record of tensors stored under another global shape (core 0.14)
     """
@@ -115,7 +116,12 @@ def read_source(directory: Path, *, model_only: bool = False, trust: bool = Fals
     """Read and check one checkpoint's metadata; no tensor is read.
 
     Args:
+        directory: checkpoint directory
         model_only: leave training state (optimizer, RNG) unread instead of refusing it
+        trust: unpickle ``.metadata`` without restriction
+
+    Raises:
+        CheckpointError: another format, or content that can't be merged; see the contract's list
     """
     source = Source(directory, read_config(directory))
     metadata = load_dcp_metadata(directory, trust=trust)
@@ -177,7 +183,11 @@ def _take_entries(source: Source, metadata: Metadata, model_only: bool) -> None:
 
 
 def read_config(directory: Path) -> dict[str, object]:
-    """What ``metadata.json`` says."""
+    """What ``metadata.json`` says.
+
+    Raises:
+        CheckpointError: missing, no JSON object, or another format than ``torch_dist``, version 1
+    """
     file = directory / CONFIG_NAME
     try:
         config = json.loads(file.read_text())

@@ -80,6 +80,9 @@ def differences(other: Source, first: Source) -> Iterator[Difference]:
 def validate_sources(sources: Sequence[Source], *, allow_reshard: bool = False) -> None:
     """Every source against the first: keys, shapes, layouts, dtypes, format.
 
+    Args:
+        allow_reshard: let chunk layouts differ
+
     Raises:
         CheckpointError: the first difference, with both values
     """

@@ -30,9 +30,14 @@ def verify_share(
     """Check what one rank wrote.
 
     Args:
+        directory: the output, published or not
+        share: chunks and byte entries to check
         places: where each of the share's entries is stored
         fault: what is wrong with a chunk that was written
         on_bytes: told the source bytes of each chunk that was checked
+
+    Raises:
+        CheckpointError: a chunk or byte entry differs; names its key
     """
     stored = ((directory / place.relative_path, Slice.of(place)) for place in places)
     with closing(OpenFiles()) as files:

@@ -72,9 +72,11 @@ class MergePlanner[M: ChunkMaker](SavePlanner):
     ``torch.save`` writes, and the metadata says tensors of them.
 
     Args:
+        share: what this rank writes
         plan: the whole plan; on the coordinator only
         threads: that write, among which the work is divided
         new_merger: makes the merger of one writer thread
+        stop: set when the work is void
         on_bytes: told the bytes read whenever a chunk is done
 
     Attributes:
@@ -196,7 +198,9 @@ class MergeWriter(FileSystemWriter):
     """DCP's writer, with errors of its threads reported instead of printed.
 
     Args:
+        path: directory to write into
         final_path: where the checkpoint will stand; recorded in its metadata
+        thread_count: writer threads
         stop: set when a thread fails, to end the others
 
     Attributes:

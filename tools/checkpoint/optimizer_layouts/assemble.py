@@ -28,7 +28,12 @@ class NotItsWeightError(CheckpointError):
 class Assembler:
     """Fills output chunks with the buffers of one thread.
 
+    Args:
+        stop: ends the work at the next piece when set
+
     Attributes:
+        read_seconds, math_seconds: where the time went
+        bytes_read: bytes of stored elements read
         proven: elements of main parameters, copies among them, that are their weight's
         different_copies: FQN to the number of replicated elements that other ranks store otherwise
     """
@@ -93,7 +98,11 @@ class Assembler:
     def _prove(
         self, job: OutputChunk, pieces: Sequence[Piece], main: torch.Tensor, begin: int
     ) -> None:
-        """Compare elements of a main parameter, which ``pieces`` store, with its weight."""
+        """Compare elements of a main parameter, which ``pieces`` store, with its weight.
+
+        Args:
+            main: those from element ``begin`` of the chunk on
+        """
         for start in range(0, main.numel(), BLOCK_ELEMENTS):
             values = main[start : start + BLOCK_ELEMENTS]
             stored = self._weight(job, begin + start, values.numel())

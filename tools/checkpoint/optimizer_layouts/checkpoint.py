@@ -46,11 +46,13 @@ class Checkpoint(Content):
     """The content of one checkpoint.
 
     Attributes:
+        common: its common state
         format: of the optimizer's state, as ``stored_optimizer_format`` names it
         optimizer: the optimizer's tensors by FQN
         optimizer_objects: its other entries
         weights: the model's tensors by FQN
         copied: all that isn't the optimizer's, as it is taken over; weights among it
+        layout: of the model, as the keys tell
     """
 
     common: CommonState

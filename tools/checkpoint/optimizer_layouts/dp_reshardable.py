@@ -57,7 +57,11 @@ class _Given:
 
 
 def plan_optimizer(checkpoint: Checkpoint) -> OptimizerPlan:
-    """The plan, derived from the metadata."""
+    """The plan, derived from the metadata.
+
+    Raises:
+        CheckpointError: the place of a parameter can't be derived
+    """
     settings = read_settings(checkpoint)
     buffers = read_buffers(checkpoint)
     if {chain for chain, _ in buffers} != set(range(len(settings))):
@@ -201,7 +205,11 @@ def _fit_virtual(parts: Parts, stages: Sequence[Sequence[Buffer]]) -> list[list[
 def _fit_experts(
     given: _Given, experts: Sequence[Parameter], chain: int, stages: Sequence[Sequence[Chunk]]
 ) -> Positions | None:
-    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank."""
+    """Experts have buffers of their own, in the order of tensor, expert and pipeline rank.
+
+    Args:
+        experts: in the order of registration
+    """
     model = given.model
     groups = sorted(group for own, group in given.buffers if own == chain)
     number = 1 + max(parameter.expert for parameter in model.parameters)

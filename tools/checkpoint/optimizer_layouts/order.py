@@ -141,7 +141,11 @@ class Order:
 
 
 def _place(path: tuple[str, ...], parameter: Parameter) -> tuple[int, ...]:
-    """Position of each step of a path among its siblings, own parameters first."""
+    """Position of each step of a path among its siblings, own parameters first.
+
+    Raises:
+        CheckpointError: a module that isn't known
+    """
     at, place = path[0], []
     for step in path[1:-1]:
         if at == 'layers' and step.isdecimal():

@@ -42,6 +42,7 @@ class Parameter:
         expert: its number; -1 where it is none
         name: what remains of the key, such as ``self_attention.linear_qkv.weight``, or of an
             expert's ``mlp.experts.linear_fc1.weight``
+        dtype: of the weight
         ranks: for each tensor-parallel rank the parts that make up its parameter, in order; one
             entry where all have the same
     """
@@ -82,6 +83,7 @@ class Model:
     """All parameters, and the sizes that the chunks tell.
 
     Attributes:
+        parameters: in the metadata's order
         tensor_size: tensor-parallel ranks
         expert_tensor_size: the same of experts; 1 without
     """

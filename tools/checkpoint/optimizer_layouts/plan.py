@@ -31,8 +31,10 @@ class Piece:
     """Consecutive elements of a stored chunk that are consecutive in an output chunk.
 
     Attributes:
+        stored: the chunk that holds them
         key: FQN of the tensor that it is a chunk of
         start: first of them in the stored chunk, row-major
+        count: their number
         at: where the first goes in the output chunk, row-major
     """
 
@@ -97,12 +99,16 @@ class OptimizerPlan:
     """What a format's module finds out.
 
     Attributes:
+        tensors: of the output, by FQN
         chunks: which tile the tensors
         settings: for each optimizer of the chain what the common state keeps of it: parameter
             groups with the step, the gradient scaler
+        positions: for the report
         padding: elements of buckets that belong to no parameter
         without_state: weights that no optimizer state is stored of
         made: other entries of the output that the input doesn't have
+        format: of the output
+        notes: what the user should know
     """
 
     tensors: dict[str, OutputTensor]
@@ -126,6 +132,7 @@ def output_chunks(
     """The chunks of all states of one chunk of a weight.
 
     Args:
+        weight: its FQN
         box: the chunk, one of the weight's own
         pieces, copies: by state, such as ``exp_avg``; see ``OutputChunk``
     """

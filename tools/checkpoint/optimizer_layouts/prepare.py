@@ -47,7 +47,14 @@ _FORMATS: dict[str, Callable[[Checkpoint], OptimizerPlan]] = {
 
 @dataclass
 class ConversionRequest(Request):
-    """What to convert; see the command line for the meaning of each."""
+    """What to convert; see the command line for the meaning of each.
+
+    Attributes:
+        load_dir: checkpoint directory, or a root with a tracker
+        save_dir: where its ``iter_XXXXXXX`` is written, with a tracker
+        iteration: of the root; None for the one that the tracker names
+        to: format of the output: ``torch_dist`` or ``fsdp_dtensor``
+    """
 
     load_dir: Path
     save_dir: Path
@@ -56,7 +63,11 @@ class ConversionRequest(Request):
 
 
 def prepare(request: ConversionRequest, world_size: int) -> Prepared[ConversionResult]:
-    """Read the checkpoint and plan the conversion."""
+    """Read the checkpoint and plan the conversion.
+
+    Raises:
+        CheckpointError: anything that the contract rejects
+    """
     found = _input(request)
     directory = found.directory
     read = read_fsdp_checkpoint if found.format == FSDP_DTENSOR else read_checkpoint

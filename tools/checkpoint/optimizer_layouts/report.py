@@ -20,14 +20,17 @@ class ConversionResult(Result):
     """What a conversion did.
 
     Attributes:
+        input_dir: the checkpoint that was read
         format: of the optimizer's state in the input
         target: the same of the output
+        tensors: number of the output's optimizer tensors
         elements: of the main parameters, each written once
         copies: elements of replicated main parameters, which are compared and not written
         padding: elements of the stored buckets that belong to no parameter
         proven: elements of main parameters that are their weight's, copies among them
         different_copies: FQN to the number of replicated elements that other ranks store otherwise
         positions: by model-parallel position what is stored
+        without_state: weights without optimizer state
         copied_bytes: of weights and other state, taken over as they are stored
         conversion_memory: of each rank in bytes, as a merge reports it
         already: the input has the target's format; nothing was done

@@ -34,6 +34,7 @@ class Chunk:
     """What one chunk of the model has.
 
     Attributes:
+        placed: its parameters
         layers: block and number of its layers
     """
 
@@ -107,7 +108,9 @@ def fit_chunks(
     """The parameters of each stage's chunks; None where they don't fill the buffers.
 
     Args:
+        parts: what there is
         stages: the buffers of each pipeline stage, of one tensor-parallel rank
+        virtual: number of chunks of a stage
     """
     found: list[list[Chunk]] = [[] for _ in stages]
     left = [list(buffers) for buffers in stages]

@@ -56,6 +56,9 @@ _ROW_PARALLEL = ('.self_attention.linear_proj.weight', '.mlp.linear_fc2.weight')
 def read_shard(paths: ShardPaths, plan: Plan, read: ReadRank) -> ShardFiles:
     """Files of one tensor and expert rank.
 
+    Args:
+        paths: all of them, or those that one new file needs
+
     Raises:
         CheckpointError: one can't be read, isn't a rank's, or doesn't hold what the plan was made
             from and its place in the pipeline calls for
@@ -71,6 +74,9 @@ def checked_shards(
     paths: Shards, plan: Plan, read: ReadRank
 ) -> Iterator[tuple[tuple[str, ShardRank], ShardFiles]]:
     """Every file of a conversion, read once, shard by shard, and held against all others.
+
+    Args:
+        paths: by side and (tensor, expert) rank
 
     Raises:
         CheckpointError: as ``read_shard``; files of other models or runs, or in each other's

@@ -22,7 +22,12 @@ Sides = Mapping[str, 'Side']
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion as the command line states it."""
+    """A conversion as the command line states it.
+
+    Attributes:
+        sources, outputs: root of each side
+        plan: makes the plan once the sources are known
+    """
 
     sources: dict[str, Path]
     outputs: dict[str, Path]
@@ -36,7 +41,13 @@ def merge_sides(
     sources: dict[str, Path],
     outputs: dict[str, Path],
 ) -> Conversion:
-    """Stages to chunks of edge rank 0, and to chunks of cloud rank 0 or to cloud ranks 1, 2, …."""
+    """Stages to chunks of edge rank 0, and to chunks of cloud rank 0 or to cloud ranks 1, 2, ….
+
+    Args:
+        edge_stages: ``--merge-stages``
+        cloud_stages: ``--merge-cloud-stages``; empty where ``--middle-stages`` is given
+        middle_stages: ``--middle-stages``; empty where ``--merge-cloud-stages`` is given
+    """
     flag, others = '--merge-cloud-stages', cloud_stages
     if not cloud_stages:
         flag, others = '--middle-stages', middle_stages
@@ -72,7 +83,14 @@ def split_sides(
     sources: dict[str, Path],
     output: Path,
 ) -> Conversion:
-    """Chunks 0 and 1 of an edge rank, and chunks or ranks of the cloud between them, to stages."""
+    """Chunks 0 and 1 of an edge rank, and chunks or ranks of the cloud between them, to stages.
+
+    Args:
+        edge_rank: ``--split-rank``
+        cloud_rank: ``--split-cloud-rank``
+        cloud_chunks: ``--num-cloud-vpp-chunks``
+        middle_ranks: ``--middle-ranks``; where given, the two before are not used
+    """
 
     def plan(sides: Sides) -> Plan:
         first, last = _chunks(sides['edge'], edge_rank, 2, '--split-rank takes model0 and model1')
@@ -134,7 +152,13 @@ def reshape(
     source: Path,
     output: Path,
 ) -> Conversion:
-    """Any stages or chunks to any others, layer by layer."""
+    """Any stages or chunks to any others, layer by layer.
+
+    Args:
+        pipeline_size: pipeline ranks of the output
+        virtual_size: chunks of each rank; 1 for none
+        layers_per_chunk: layers of each new chunk in pipeline order; default: equally many
+    """
 
     def plan(sides: Sides) -> Plan:
         side = sides['']

@@ -79,9 +79,12 @@ class CheckedConversion:
     """A conversion that can be carried out.
 
     Attributes:
+        plan: which chunk goes where
+        jobs: the rank files to write
         targets: directory of each output side
         trackers: root of each output to the text of its tracker
         bytes: total size of the tensors to write
+        notes: what the user should know
         replaced: directories of outputs that exist and are to be replaced
     """
 
@@ -95,7 +98,11 @@ class CheckedConversion:
 
 
 def prepare(conversion: Conversion, options: Options) -> CheckedConversion:
-    """Plan a conversion and check all of it; nothing is written."""
+    """Plan a conversion and check all of it; nothing is written.
+
+    Raises:
+        CheckpointError: anything is wrong with the sources or the outputs
+    """
     _refuse_same_roots(conversion)
     sides = _look_at_sources(conversion, options)
     plan = conversion.plan(sides)

@@ -14,6 +14,9 @@ class Job:
 
     Attributes:
         side: output side
+        rank: the file's ranks
+        moves: what its chunks are made of
+        sizes: of the output
         source: side and shard that its sources are of
         paths: source file of each (side, pipeline rank) that it needs
     """

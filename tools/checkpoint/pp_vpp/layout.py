@@ -15,6 +15,7 @@ class ChunkId:
 
     Attributes:
         side: 'edge', 'cloud', or '' where both are one directory
+        rank: pipeline rank
         chunk: virtual pipeline chunk; None where the file has the plain key ``model``
     """
 
@@ -33,6 +34,7 @@ class LayerRange:
     """A run of layers of an old chunk.
 
     Attributes:
+        source: the old chunk
         first: first layer, numbered from 0 in the old chunk
         last: one past the last layer
     """
@@ -47,6 +49,7 @@ class Move:
     """What a new chunk is made of.
 
     Attributes:
+        target: the new chunk
         pieces: runs of layers, in pipeline order; none for an empty chunk
         first_layer: global number of the first layer
         whole: the chunk is one old chunk, taken over with every key
@@ -151,7 +154,11 @@ def one_to_one(
     outputs: Sequence[OutputSide],
     empty: Sequence[ChunkId] = (),
 ) -> Plan:
-    """Each old chunk, in pipeline order, becomes one new chunk, unchanged."""
+    """Each old chunk, in pipeline order, becomes one new chunk, unchanged.
+
+    Args:
+        empty: new chunks that hold nothing
+    """
     pieces = [
         (LayerRange(source, 0, count),) for source, count in zip(sources, layers, strict=True)
     ]
@@ -168,6 +175,11 @@ def resplit(
     new_layers: Sequence[int] | None = None,
 ) -> Plan:
     """Every layer goes to the chunk that holds its global number in the new layout.
+
+    Args:
+        sources: old chunks in pipeline order
+        layers: number of layers of each
+        new_layers: layers of each new chunk in pipeline order; default: the same number each
 
     Raises:
         CheckpointError: the layers can't be divided so

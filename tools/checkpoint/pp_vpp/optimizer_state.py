@@ -45,6 +45,7 @@ class Slot:
 
     Attributes:
         optimizer: number of the optimizer in the chain
+        group: number of the group
         number: the parameter's number in the file
         shape: the parameter's shape; None where no tensor tells
         state: moments and step by name; None where there is none yet
@@ -67,6 +68,7 @@ class Part:
         inner: key of what surrounds ``state`` and ``param_groups``; None where nothing does
         masters_key: key of the fp32 masters; None without
         others: what stands beside both (the gradient scaler)
+        groups: the headers
         slots: per group, the parameters in order
         masters: per group, the masters in order; None without
     """
@@ -85,6 +87,7 @@ class RankOptimizer:
 
     Attributes:
         chained: whether the file holds a list (or dict) of optimizers
+        parts: the optimizers
     """
 
     chained: bool
@@ -194,6 +197,9 @@ def assign_masters(
     Args:
         named: each parameter of the model with its slot, in model order
 
+    Returns:
+        the slots, in the same order
+
     Raises:
         CheckpointError: number or shapes of the masters don't fit
     """
@@ -229,6 +235,9 @@ def join_headers(ranks: Sequence[tuple[str, RankOptimizer]]) -> RankOptimizer:
 
     A group's ``step`` (FusedAdam's convention) counts only where the group has parameters, so it
     is taken from those ranks.
+
+    Args:
+        ranks: name for error messages and state of each rank
 
     Raises:
         CheckpointError: they differ in anything that one rank can hold only once
@@ -281,7 +290,12 @@ def _join_group(headers: Sequence[tuple[str, Group]]) -> Group:
 
 
 def build(frame: RankOptimizer, slots: Sequence[Slot]) -> Any:
-    """A rank's ``optimizer`` entry."""
+    """A rank's ``optimizer`` entry.
+
+    Args:
+        frame: headers and form, as ``join_headers`` returns them
+        slots: optimizer state of every parameter of the rank, in model order, chunk after chunk
+    """
     parts = [
         _build_one(part, [slot for slot in slots if slot.optimizer == index])
         for index, part in enumerate(frame.parts)

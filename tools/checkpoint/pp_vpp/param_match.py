@@ -20,7 +20,13 @@ _MAX_STATES = 4096
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of a rank's model."""
+    """A tensor of a rank's model.
+
+    Attributes:
+        chunk: key of its chunk, such as ``model1``
+        name: key in the chunk
+        tensor: the value
+    """
 
     chunk: str
     name: str
@@ -52,6 +58,10 @@ def match(
     tensors: Sequence[NamedTensor], groups: Sequence[tuple[Group, Sequence[Slot]]], where: str
 ) -> list[Slot | None]:
     """The slot of each tensor; None for a tensor that the optimizer doesn't train.
+
+    Args:
+        tensors: the rank's tensors in model order, chunk after chunk
+        groups: the groups of all its optimizers, with their slots in order
 
     Raises:
         CheckpointError: no way fits, or several do

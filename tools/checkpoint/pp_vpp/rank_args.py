@@ -45,6 +45,9 @@ def rewrite(args: Any, sizes: ParallelSizes) -> Any:
     Fields that ``args`` doesn't have are not added, but for the three parallel sizes. Where the
     sizes already are those of the layout and each chunk keeps its layers nothing changes, so that
     uneven stages keep their flags.
+
+    Args:
+        args: a namespace, or None
     """
     if args is None:
         return None
@@ -130,7 +133,13 @@ def _set_stages(args: Any, sizes: ParallelSizes) -> None:
 
 
 def stage_string(layers: Sequence[int], mtp_layers: int = 0, prediction: int | None = None) -> str:
-    """``--pipeline-model-parallel-layout`` of chunks in pipeline order, such as ``Et|tt|tL``."""
+    """``--pipeline-model-parallel-layout`` of chunks in pipeline order, such as ``Et|tt|tL``.
+
+    Args:
+        layers: decoder layers of each chunk
+        mtp_layers: layers of multi-token prediction
+        prediction: the chunk that has them; the last where None
+    """
     stages = ['t' * count for count in layers]
     stages[0] = 'E' + stages[0]
     stages[-1 if prediction is None else prediction] += 'm' * mtp_layers

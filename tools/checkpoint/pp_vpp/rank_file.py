@@ -47,12 +47,14 @@ class RankFile:
     """What one source file holds.
 
     Attributes:
+        path: the file
         state: all of it, with keys that it lacks and whose values are known
         added: those keys
         chunks: model state of each chunk by number; None is the number of plain ``model``
         layers: number of layers of each chunk
         optimizer: frame of its optimizer; None without
         slots: optimizer state of each parameter by (chunk number, key)
+        records: where the tensors' bytes lie
     """
 
     path: Path
@@ -186,6 +188,7 @@ class NewChunk:
     """A new chunk.
 
     Attributes:
+        state: its model state
         slots: optimizer state of its parameters, in model order
         stage: entries of the stage it comes from
         files: the rank files that it comes from; none for an empty chunk
@@ -243,6 +246,9 @@ def put_together(
     chunks: Sequence[NewChunk], sizes: ParallelSizes, *, with_optimizer: bool
 ) -> dict[str, Any]:
     """A new rank file.
+
+    Args:
+        chunks: its chunks; one for a rank without virtual pipeline
 
     Raises:
         CheckpointError: chunks from several files that differ in what a rank has only once

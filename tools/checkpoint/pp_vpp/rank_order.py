@@ -62,7 +62,11 @@ def _number(args: Any, name: str) -> int | None:
 
 
 def refuse_misplaced_files(files: Placed) -> None:
-    """Refuse directories that are exchanged, and a file that was copied over another."""
+    """Refuse directories that are exchanged, and a file that was copied over another.
+
+    Raises:
+        CheckpointError: names the first one
+    """
     ranks = {_number(args, 'rank') for _, args in files.values()}
     if len(ranks) == 1 or None in ranks:  # saved by a tool, which may have repeated a stage
         for stage in {(pipeline, expert) for pipeline, _, expert in files}:

@@ -43,7 +43,13 @@ MapFile = Callable[[Path], MappedFile]
 
 @dataclass(frozen=True, order=True)
 class RankId:
-    """Parallel ranks that a file is for."""
+    """Parallel ranks that a file is for.
+
+    Attributes:
+        tp: tensor-parallel rank
+        pp: pipeline rank; None without a pipeline
+        ep: expert-parallel rank; None without expert parallelism
+    """
 
     tp: int
     pp: int | None
@@ -62,6 +68,8 @@ class Side:
     """A source: one iteration of a checkpoint, whole or the edge or cloud side of a model.
 
     Attributes:
+        name: 'edge', 'cloud' or ''
+        directory: of the iteration
         files: path of each rank file, by (pipeline rank, tensor rank, expert rank or None)
         stages: by pipeline rank the first of its files, without optimizer state
     """
@@ -85,7 +93,11 @@ class Side:
         return self.stages[chunk.rank].layers[chunk.chunk]
 
     def stage(self, rank: int, flag: str) -> RankFile:
-        """A pipeline rank that a flag names."""
+        """A pipeline rank that a flag names.
+
+        Raises:
+            CheckpointError: there is no such rank
+        """
         if rank not in self.stages:
             raise CheckpointError(
                 f'{self.directory}: {flag} names pipeline rank {rank}, found {_list(self.stages)}'
@@ -117,7 +129,11 @@ class Side:
         return [ChunkId(self.name, rank, number) for number in first.layers for rank in ranks]
 
     def require_contiguous(self, ranks: Collection[int]) -> None:
-        """Refuse pipeline ranks with a gap, too few at the end, or too many."""
+        """Refuse pipeline ranks with a gap, too few at the end, or too many.
+
+        Raises:
+            CheckpointError: names the missing rank
+        """
         expected = number_in(self.args, 'pipeline_model_parallel_size') or max(ranks) + 1
         missing = first_missing(ranks, expected)
         if missing is not None:
@@ -132,7 +148,11 @@ class Side:
             )
 
     def require_layers(self, total: int) -> None:
-        """Refuse a model whose layers aren't as many as ``args`` say."""
+        """Refuse a model whose layers aren't as many as ``args`` say.
+
+        Raises:
+            CheckpointError: they aren't
+        """
         expected = number_in(self.args, 'num_layers')
         if expected is not None and total != expected:
             raise CheckpointError(
@@ -185,7 +205,11 @@ def shards_of(files: Iterable[tuple[int, int, int | None]], pipeline_rank: int) 
 
 
 def shard_paths(sides: Mapping[str, Side], plan: Plan) -> Shards:
-    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank."""
+    """The rank files of a plan's sources by side and shard, and then by side and pipeline rank.
+
+    Raises:
+        CheckpointError: stages of one side have different tensor or expert ranks, or lack some
+    """
     used: dict[str, set[int]] = {}
     for chunk in plan.sources:
         used.setdefault(chunk.side, set()).add(chunk.rank)
@@ -256,6 +280,10 @@ def find_directory(root: Path, iteration: int | str | None) -> Path:
 def look_at(name: str, directory: Path, read: MapFile) -> Side:
     """The rank files of a legacy checkpoint, and what the first of each stage holds.
 
+    Args:
+        name: 'edge', 'cloud' or ''
+        directory: ``iter_XXXXXXX``, ``release``, or one of any other name
+
     Raises:
         CheckpointError: a directory name that isn't one of Megatron's; a rank without its file;
             a file that isn't a rank's
@@ -316,7 +344,11 @@ def _model_keys(state: Mapping[str, Any]) -> frozenset[str]:
 
 
 def refuse_other_files(paths: Iterable[Path], drop_optimizer: bool) -> None:
-    """Refuse files beside the rank files that hold state this tool would lose."""
+    """Refuse files beside the rank files that hold state this tool would lose.
+
+    Raises:
+        CheckpointError: names the first one
+    """
     for path in paths:
         for other in sorted(path.parent.iterdir()):
             if _SEPARATE_OPTIMIZER.fullmatch(other.name):

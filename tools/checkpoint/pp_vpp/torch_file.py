@@ -33,6 +33,8 @@ class Record:
     """Where the bytes of a mapped storage lie.
 
     Attributes:
+        path: the file
+        offset: first byte
         checksum: CRC-32; 0 where the file was saved without
     """
 
@@ -50,6 +52,7 @@ class MappedFile:
     """A loaded file.
 
     Attributes:
+        path: where it lies
         state: what it holds; tensors lie in the mapping
         records: where each storage lies in the file
     """
@@ -61,6 +64,9 @@ class MappedFile:
 
 def read(path: Path, trust: bool) -> MappedFile:
     """Map a rank file.
+
+    Args:
+        trust: load without restriction on classes
 
     Raises:
         CheckpointError: missing, truncated or garbage; a class that isn't admitted; not a dict
@@ -83,6 +89,9 @@ def fingerprint(path: Path) -> tuple[tuple[str, int, int], ...] | None:
 
     Returns:
         None where the file was saved without checksums
+
+    Raises:
+        CheckpointError: it can't be read
     """
     with reading(path, 'archive that torch.save wrote'), zipfile.ZipFile(path) as archive:
         records = archive.infolist()
