@@ -25,7 +25,7 @@ from ..common.errors import CheckpointError, shown
 from .fsdp_names import MODULE, PARAMETER, Names
 
 _KNOWN_SYMBOLS = {
-    *(Symbols.MAMBA, Symbols.ATTENTION, Symbols.MLP, Symbols.MOE),
+    *(Symbols.MAMBA, Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE),
     *(Symbols.PIPE, Symbols.MTP_SEPARATOR),
 }
 # Where megatron-core keeps its hybrid stack, now and before, and how it is called there.

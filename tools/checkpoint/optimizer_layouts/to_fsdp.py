@@ -120,7 +120,8 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
     with_state = _weights_with_state(checkpoint)
     elements = 0
     parameters: dict[str, tuple[Place, tuple[int, ...]]] = {}
-    for key, keys in _whole_keys(checkpoint).items():
+    whole = _whole_keys(checkpoint)
+    for key, keys in whole.items():
         has_state = _have_state(checkpoint, keys, with_state)
         for parameter in _parameters(checkpoint, names, key, keys, has_state):
             _add_tensors(checkpoint, plan, parameter)
@@ -138,6 +139,11 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
         ]
         _add_steps(checkpoint, plan, set(trained) - set(plan.without_state), groups)
     plan.made = [*_common_objects(checkpoint), *settings_of(checkpoint, groups, parameters)]
+    if any(map(part_names, whole)):
+        plan.notes += [
+            'the rows of Mamba layers are in the order of the tensor-parallel ranks: pass '
+            f'--tensor-model-parallel-size {tensor_size(checkpoint)} to the run that loads it'
+        ]
     if any(key.startswith('rng_state') for key in checkpoint.copied):
         plan.notes += ['random state is not converted: pass --no-load-rng to the run that loads it']
     if parameters and scales_loss(checkpoint.args):
