@@ -16,7 +16,8 @@ from .optimizer_load import conversion_command
 from .stored_checkpoint import StoredCheckpoint
 
 _UPSTREAM = 'megatron.core.ssm.mamba_mixer', 'MambaMixer'
-_MODULE, _PARAMETER = 'mixer.conv1d.', 'mixer.conv1d_'
+# How the names of the convolution begin, in the order of releases.
+MODULE, PARAMETERS = 'mixer.conv1d.', 'mixer.conv1d_'
 
 
 def mixer_refusal(stored: StoredCheckpoint, args: Any) -> str:
@@ -37,10 +38,10 @@ def mixer_refusal(stored: StoredCheckpoint, args: Any) -> str:
             f'the run has {own}, which would take them for others. Pass '
             f'--tensor-model-parallel-size {saved}'
         )
-    elif not any(_convolution() in key for key in of_mixers):
+    elif not any(convolution() in key for key in of_mixers):
         why = (
             'its Mamba layers have their convolution under the name of another release of '
-            f'megatron-core; this one, which calls it {_convolution()}…, would leave its own as '
+            f'megatron-core; this one, which calls it {convolution()}…, would leave its own as '
             'initialised. Load it with that release'
         )
     else:
@@ -48,7 +49,7 @@ def mixer_refusal(stored: StoredCheckpoint, args: Any) -> str:
     return f'{stored.directory}: {why}, or convert it: {conversion_command(stored.directory)}'
 
 
-def _convolution() -> str:
-    """How its name begins in this megatron-core; empty where there is none."""
+def convolution() -> str:
+    """How the names of a mixer's convolution begin in this megatron-core; empty without one."""
     names = Upstream(megatron_overlay.finder.upstream_spec).attributes(*_UPSTREAM)
-    return (_PARAMETER if 'conv1d_weight' in names else _MODULE) if names else ''
+    return (PARAMETERS if 'conv1d_weight' in names else MODULE) if names else ''

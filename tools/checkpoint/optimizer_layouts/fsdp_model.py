@@ -12,6 +12,11 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
 )
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import CheckpointLayout
 from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID
+from megatron_overlay.standalone.dist_checkpointing.fsdp_mixers import (
+    MODULE,
+    PARAMETERS,
+    convolution,
+)
 from megatron_overlay.standalone.dist_checkpointing.hybrid_checkpoint_interop import (
     hybrid_checkpoint_pattern,
 )
@@ -22,7 +27,7 @@ from megatron_overlay.standalone.dist_checkpointing.saved_arguments import (
 )
 
 from ..common.errors import CheckpointError, shown
-from .fsdp_names import MODULE, PARAMETER, Names
+from .fsdp_names import Names
 
 _KNOWN_SYMBOLS = {
     *(Symbols.MAMBA, Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE),
@@ -35,7 +40,7 @@ _SPEC_MODULES = (
 )
 _STACK_SPECS = ('hybrid_stack_spec', 'mamba_stack_spec')
 # An argument of the first release in which a Mamba mixer's convolution is no module.
-_SINCE_PARAMETER = 'mamba_training_ssm_states_dtype'
+_SINCE_PARAMETERS = 'mamba_training_ssm_states_dtype'
 
 _UNKNOWN_MODELS = {
     'mla_down_proj_fusion': 'a fused down projection',
@@ -99,8 +104,12 @@ def _names(args: Any, layout: CheckpointLayout) -> Names:
         gated=bool(getattr(args, 'swiglu', False)),
         latent=bool(getattr(args, 'multi_latent_attention', False)),
         family=layout.family,
-        convolution=PARAMETER if hasattr(args, _SINCE_PARAMETER) else MODULE,
+        convolution=convolution() or _saved_convolution(args),
     )
+
+
+def _saved_convolution(args: Any) -> str:
+    return PARAMETERS if hasattr(args, _SINCE_PARAMETERS) else MODULE
 
 
 def _is_cores_stack(args: Any, layout: CheckpointLayout) -> bool:

@@ -30,6 +30,7 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     stacks_layers,
 )
 from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID
+from megatron_overlay.standalone.dist_checkpointing.fsdp_mixers import MODULE, PARAMETERS
 
 _NUMBER = r'(0|[1-9]\d{0,99})'
 _ONE_BY_ONE = re.compile(
@@ -67,8 +68,6 @@ _FINAL_NORM = {
     GPT: re.compile(r'decoder\.final_layernorm\.(?:weight|bias)'),
     HYBRID: re.compile(r'decoder\.final_norm\.(?:weight|bias)'),
 }
-# In the order of releases; torch_dist has kept the first one's names.
-MODULE, PARAMETER = 'mixer.conv1d.', 'mixer.conv1d_'
 _OF_DEPTH = re.compile(r'(?:[eh]norm|final_layernorm)\.(?:weight|bias)|eh_proj\.weight')
 _DEPTHS_LAYER = 'mtp_model_layer.', 'transformer_layer.'
 # By the local layer specs' own names.
@@ -119,7 +118,7 @@ class Names:
         gated: ``linear_fc1`` is two
         latent: the attention is multi-latent (MLA)
         family: ``gpt`` or ``hybrid``
-        convolution: how a Mamba mixer's begins, ``MODULE`` or ``PARAMETER``
+        convolution: how a Mamba mixer's begins, ``MODULE`` or ``PARAMETERS``
     """
 
     layers: int
@@ -154,8 +153,8 @@ class Names:
             expert, part = int(match[1]), _EXPERTS + match[2]
         elif match := _GROUPED.fullmatch(part):
             expert, part = int(match[2]), _EXPERTS + match[1]
-        if part.startswith(PARAMETER):
-            part = MODULE + part.removeprefix(PARAMETER)
+        if part.startswith(PARAMETERS):
+            part = MODULE + part.removeprefix(PARAMETERS)
         if not self._is_known(part) or (half >= 0) != (self.gated and is_fc1(part)):
             return None
         for own, fused in self._fused_norms:
