@@ -139,18 +139,21 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
         ]
         _add_steps(checkpoint, plan, set(trained) - set(plan.without_state), groups)
     plan.made = [*_common_objects(checkpoint), *settings_of(checkpoint, groups, parameters)]
+    plan.notes = list(_notes(checkpoint, whole, bool(parameters)))
+    return plan
+
+
+def _notes(checkpoint: Checkpoint, whole: Iterable[str], trained: bool) -> Iterator[str]:
+    """What the user should know."""
     if any(map(part_names, whole)):
-        plan.notes += [
+        yield (
             'the rows of Mamba layers are in the order of the tensor-parallel ranks: pass '
             f'--tensor-model-parallel-size {tensor_size(checkpoint)} to the run that loads it'
-        ]
+        )
     if any(key.startswith('rng_state') for key in checkpoint.copied):
-        plan.notes += ['random state is not converted: pass --no-load-rng to the run that loads it']
-    if parameters and scales_loss(checkpoint.args):
-        plan.notes += [
-            'Megatron-FSDP does not load a loss scale: the next run begins with its initial one'
-        ]
-    return plan
+        yield 'random state is not converted: pass --no-load-rng to the run that loads it'
+    if trained and scales_loss(checkpoint.args):
+        yield 'Megatron-FSDP does not load a loss scale: the next run begins with its initial one'
 
 
 def _refuse_formats(checkpoint: Checkpoint) -> None:
@@ -222,23 +225,25 @@ def _parameters(
     checkpoint: Checkpoint, names: Names, key: str, keys: list[str], has_state: bool
 ) -> Iterator[_Parameter]:
     """What a tensor is cut into; or the one parameter that tensors of parts make up."""
-    places = list(names.names(key))
-    if not places:
+    stored: dict[str, _Stored] = {}
+    found = False
+    for name, place in names.names(key):  # up to the first that doesn't fit: any number is in args
+        found = True
+        if names.place(name) != place:
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key}: not known as a tensor of a {names.family} model; '
+                'how fsdp_dtensor stores it is not known here'
+            )
+        if part_names(key):
+            yield _Parameter(name, place, _regions_of_parts(checkpoint, key, keys, has_state))
+            continue
+        box = _region(checkpoint, names, key, place)
+        stored = stored or _stored(checkpoint, key, len(place.axes), has_state)
+        yield _Parameter(name, place, [_Region(stored, box)])
+    if not found:
         raise CheckpointError(
             f'{checkpoint.directory}: {key}: args.num_experts tells of no experts'
         )
-    if any(names.place(name) != place for name, place in places):
-        raise CheckpointError(
-            f'{checkpoint.directory}: {key}: not known as a tensor of a {names.family} model; how '
-            'fsdp_dtensor stores it is not known here'
-        )
-    if part_names(key):
-        ((name, place),) = places
-        yield _Parameter(name, place, _regions_of_parts(checkpoint, key, keys, has_state))
-        return
-    stored = _stored(checkpoint, key, len(places[0][1].axes), has_state)
-    for name, place in places:
-        yield _Parameter(name, place, [_Region(stored, _region(checkpoint, names, key, place))])
 
 
 def _regions_of_parts(
