@@ -171,6 +171,7 @@ def test_the_report_names_the_size_that_the_rows_are_for(twins, tmp_path):
     assert any('--tensor-model-parallel-size 1' in warning for warning in result.warnings)
 
 
+@pytest.mark.skipif(IN_0_18, reason='megatron-core 0.18 does not look before it loads this format')
 def test_a_run_of_another_size_is_refused(twins, tmp_path):
     """megatron-core alone takes the rows for others, and trains on."""
     arguments = [*twins.arguments, *FSDP, '--load', str(twins.fsdp), '--train-iters', '4']
