@@ -61,7 +61,7 @@ CASES = {
         ],
         'fused_adam',
     ),
-    'hybrid, fp32': (1, ['--hybrid-layer-pattern', 'M-*', '--swiglu'], 'torch_adam'),
+    'hybrid, fp32': (1, ['--hybrid-layer-pattern', 'M-*'], 'torch_adam'),
     'multi-latent attention, TP 2, learning rate of its own': (
         2,
         [
