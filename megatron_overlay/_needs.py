@@ -25,6 +25,9 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.explicit_names': {'overlay': ['.checkpoint_keys']},
     'megatron.core.dist_checkpointing.format_names': {},
+    'megatron.core.dist_checkpointing.fsdp_mixers': {
+        'overlay': ['.format_names', '.optimizer_load', '.stored_checkpoint'],
+    },
     'megatron.core.dist_checkpointing.gpt_checkpoint_interop': {
         'overlay': [
             '.checkpoint_keys', '.explicit_names', '.gpt_layer_maps', '.key_arguments',
@@ -67,7 +70,7 @@ NEEDS: dict[str, dict] = {
     },
     'megatron.core.dist_checkpointing.load_plan': {
         'overlay': [
-            '.checkpoint_layout', '.format_names', '.gpt_checkpoint_interop',
+            '.checkpoint_layout', '.format_names', '.fsdp_mixers', '.gpt_checkpoint_interop',
             '.hybrid_checkpoint_interop', '.key_arguments', '.mamba_from_attention',
             '.optimizer_load', '.saved_arguments', '.stored_checkpoint',
         ],

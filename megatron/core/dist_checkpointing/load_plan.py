@@ -19,6 +19,7 @@ from megatron_overlay._guard import Upstream
 from . import gpt_checkpoint_interop as interop
 from .checkpoint_layout import CheckpointLayout
 from .format_names import FSDP_DTENSOR, GPT, HYBRID, OTHER, PLAIN, TORCH_DIST
+from .fsdp_mixers import mixer_refusal
 from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
 from .key_arguments import LEGACY_WAY_OUT
@@ -83,7 +84,10 @@ def plan_load(stored: StoredCheckpoint, args: Any, run: str) -> LoadPlan:
     try:
         source = _family(stored, run)
         if (run == HYBRID) == (source == HYBRID):
-            return LoadPlan(optimizer_refusal=conversion_refusal(stored, args))
+            return LoadPlan(
+                refusal=mixer_refusal(stored, args),
+                optimizer_refusal=conversion_refusal(stored, args),
+            )
         if torch_refusal():
             raise _RefusedError(torch_refusal())
         if source == GPT:

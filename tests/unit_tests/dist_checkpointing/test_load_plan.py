@@ -2,10 +2,12 @@
 
 import math
 from argparse import Namespace
+from importlib.metadata import version
 
 import pytest
 from megatron.core.dist_checkpointing import load_plan
 from megatron.core.dist_checkpointing.checkpoint_layout import layout_from_keys
+from megatron.core.dist_checkpointing.format_names import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.load_plan import any_run, plan_load
 from megatron.core.dist_checkpointing.optimizer_load import conversion_command
 from megatron.core.dist_checkpointing.stored_checkpoint import (
@@ -184,3 +186,31 @@ def test_state_in_buckets_names_the_conversion(run):
         own = Namespace(**vars(other) | {skipped: True})
         if run == 'gpt' or skipped == 'no_load_optim':
             assert not plan_load(stored, own, run).optimizer_refusal
+
+
+def fsdp_mixers(convolution: str, **saved) -> StoredCheckpoint:
+    """A hybrid checkpoint of Megatron-FSDP."""
+    layout = layout_from_keys(
+        {
+            'model.module.decoder.final_norm.weight': (4,),
+            'model.module.decoder.layers.0.mixer.in_proj.weight': (42, 4),
+            f'model.module.decoder.layers.0.mixer.{convolution}weight': (24, 1, 4),
+        }
+    )
+    args = Namespace(hybrid_layer_pattern='M', num_layers=1, **saved)
+    return StoredCheckpoint(layout, {'args': args}, FSDP_DTENSOR, False, '/ckpt/fsdp/iter_0000003')
+
+
+def test_rows_of_mamba_layers_in_fsdp_dtensor():
+    """Their order goes by the tensor-parallel size, and no shape shows it."""
+    own = 'conv1d.' if version('megatron-core').startswith('0.18.') else 'conv1d_'
+    (other,) = {'conv1d.', 'conv1d_'} - {own}
+    stored = fsdp_mixers(own, tensor_model_parallel_size=2)
+    args = Namespace(tensor_model_parallel_size=2, hybrid_layer_pattern='M')
+    assert plan_load(stored, args, 'hybrid') == load_plan.LoadPlan()
+    args.tensor_model_parallel_size = 1
+    refusal = plan_load(stored, args, 'hybrid').refusal
+    assert 'in the order of 2 tensor-parallel ranks, and the run has 1' in refusal
+    assert conversion_command('/ckpt/fsdp/iter_0000003') in refusal
+    refusal = plan_load(fsdp_mixers(other), args, 'hybrid').refusal
+    assert f'which calls it mixer.{own}…' in refusal

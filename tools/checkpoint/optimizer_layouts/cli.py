@@ -15,8 +15,8 @@ PP, EP, VPP and DP size, GPT and hybrid.
 
 Read are dp_reshardable checkpoints, megatron-core's default, and fully_sharded_model_space, the
 default up to megatron-core 0.14. The place of every parameter is derived from the metadata and
-proven by its weight, bit for bit; what can't be proven is refused. A GPT checkpoint of
-Megatron-FSDP (fsdp_dtensor) is converted with its weights, by names and shapes; --to fsdp_dtensor
+proven by its weight, bit for bit; what can't be proven is refused. A checkpoint of Megatron-FSDP
+(fsdp_dtensor), GPT or hybrid, is converted with its weights, by names and shapes; --to fsdp_dtensor
 makes one of a torch_dist checkpoint.
 Weights and all other state are copied as they are. Nothing is built or run on a GPU. Start it with
 plain python for one process, with torchrun or srun for several. An existing output is never

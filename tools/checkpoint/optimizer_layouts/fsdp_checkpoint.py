@@ -104,7 +104,7 @@ def _take_entries(checkpoint: FsdpCheckpoint, metadata: Metadata, common: dict[s
         if not _take(checkpoint, key, taken, common):
             what = 'a tensor' if isinstance(taken, TensorEntry) else 'an object'
             raise CheckpointError(
-                f'{checkpoint.directory}: {key}: {what} that a GPT run with Megatron-FSDP does not '
+                f'{checkpoint.directory}: {key}: {what} that a run with Megatron-FSDP does not '
                 'store; what it is in torch_dist is not known here'
             )
 

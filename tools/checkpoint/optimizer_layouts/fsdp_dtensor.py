@@ -1,8 +1,9 @@
-"""``fsdp_dtensor``, Megatron-FSDP's format: a GPT model's weights and optimizer state by name.
+"""``fsdp_dtensor``, Megatron-FSDP's format: a model's weights and optimizer state by name.
 
 A parameter is stored once, in fp32: it is the main parameter, and cast to the model's dtype the
 weight. Every stored chunk becomes a chunk of the stacked tensor, element for element, so that
-nothing is reshaped. See ``fsdp_names`` for names and places.
+nothing is reshaped; of Mamba layers it is cut where parts end. See ``fsdp_names`` for names and
+places, ``mixer_parts`` for such parts.
 """
 
 import math
@@ -14,14 +15,16 @@ import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import PARAM, state_key
 
 from ..common.errors import CheckpointError
-from ..merge.geometry import Box
+from ..merge.geometry import Box, runs
 from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
 from .archived import archived
 from .checkpoint import Checkpoint
 from .fsdp_checkpoint import STATES, FsdpCheckpoint
-from .fsdp_names import Names, Place, names_of_model
+from .fsdp_model import names_of_model
+from .fsdp_names import Names, Place
 from .fsdp_settings import random_objects, read_settings, scales_loss
+from .mixer_parts import Section, stored_sections
 from .plan import OptimizerPlan, OutputChunk, Piece, Position, stored_chunk
 
 
@@ -73,9 +76,9 @@ def _place(checkpoint: FsdpCheckpoint, names: Names, name: str) -> Place:
     place = names.place(name)
     if place is None:
         raise CheckpointError(
-            f'{checkpoint.directory}: model.module.{name}: not known as a parameter of a GPT model '
-            f'with {"--swiglu" if names.gated else "no --swiglu"} and {names.experts} experts; how '
-            'torch_dist stores it is not known here'
+            f'{checkpoint.directory}: model.module.{name}: not known as a parameter of a '
+            f'{names.family} model with {"--swiglu" if names.gated else "no --swiglu"} and '
+            f'{names.experts} experts; how torch_dist stores it is not known here'
         )
     return place
 
@@ -168,18 +171,55 @@ def _check_complete(
 def _add_tensors(
     checkpoint: FsdpCheckpoint, plan: OptimizerPlan, key: str, of_key: Mapping[Place, str]
 ) -> None:
-    """A stacked weight and its state."""
+    """A weight, stacked or in its parts, and its state."""
     name = next(iter(of_key.values()))
     weight = checkpoint.weights[name]
-    outputs = [(key, '', weight.dtype)]
+    outputs = [('', weight.dtype)]
     if name in checkpoint.states:
-        outputs = [(key, '', _model_dtype(checkpoint.args))]
-        outputs += [(state_key(state, key), state, torch.float32) for state in (PARAM, *STATES)]
-    for output, state, dtype in outputs:
-        chunks = list(_chunks(checkpoint, output, state, dtype, of_key))
-        shape = _stacked(weight.shape, of_key)
-        plan.tensors[output] = OutputTensor(shape, dtype, tuple(chunk.box for chunk in chunks))
-        plan.chunks += chunks
+        outputs = [('', _model_dtype(checkpoint.args))]
+        outputs += [(state, torch.float32) for state in (PARAM, *STATES)]
+    parts = stored_sections(checkpoint, key, name)
+    for state, dtype in outputs:
+        if parts:
+            tensors = _tensors_of_parts(checkpoint, state, dtype, name, parts)
+        else:
+            output = _output(key, state)
+            chunks = list(_chunks(checkpoint, output, state, dtype, of_key))
+            tensors = {output: (_stacked(weight.shape, of_key), chunks)}
+        for output, (shape, chunks) in tensors.items():
+            plan.tensors[output] = OutputTensor(shape, dtype, tuple(chunk.box for chunk in chunks))
+            plan.chunks += chunks
+
+
+def _output(key: str, state: str) -> str:
+    return state_key(state, key) if state else key
+
+
+def _tensors_of_parts(
+    checkpoint: FsdpCheckpoint, state: str, dtype: torch.dtype, name: str, parts: list[Section]
+) -> dict[str, tuple[tuple[int, ...], list[OutputChunk]]]:
+    """Shape and chunks of each part of a parameter, by key."""
+    entry = _entry(checkpoint, state, name)
+    label, rest = f'{name} {state}'.rstrip(), entry.shape[1:]
+    rows: dict[str, int] = defaultdict(int)
+    chunks: dict[str, list[OutputChunk]] = defaultdict(list)
+    for part in parts:
+        output = _output(part.key, state)
+        rows[output] += part.rows
+        region = Box((part.start, *(0 for _ in rest)), (part.rows, *rest))
+        for box in entry.chunks:
+            common = box.intersection(region)
+            if common is None:
+                continue
+            stored = stored_chunk(checkpoint, entry, box)
+            pieces = tuple(
+                Piece(stored, label, start, count, at)
+                for start, at, count in runs(common, box, common)
+            )
+            first, *others = common.offsets
+            place = Box((first - part.start + part.at, *others), common.sizes)
+            chunks[output].append(OutputChunk(output, place, dtype, (), pieces=pieces))
+    return {output: ((rows[output], *rest), own) for output, own in chunks.items()}
 
 
 def _chunks(

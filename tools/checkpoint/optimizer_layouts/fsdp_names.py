@@ -1,4 +1,4 @@
-"""Names of a GPT model's parameters in ``fsdp_dtensor``, and their places in ``torch_dist``.
+"""Names of a model's parameters in ``fsdp_dtensor``, and their places in ``torch_dist``.
 
 Megatron-FSDP stores every parameter under its module's name, one layer and one expert each, gate
 (``_w``) and up (``_v``) of a gated ``linear_fc1`` apart. ``torch_dist`` has one tensor of all:
@@ -6,32 +6,31 @@ Megatron-FSDP stores every parameter under its module's name, one layer and one 
     decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight_v  [64, 32]
         ->  decoder.layers.mlp.experts.experts.linear_fc1.weight  [2, 4, 128, 32], at [1, 3, 64, 0]
 
-Layers have keys of their own where some of them are MoE and others not, and layer norms have the
-names that they have when Transformer Engine fuses them, whatever the model was built of. A depth of
-multi-token prediction has its layer under another name:
+Layers have keys of their own in a hybrid model, and where some of them are MoE and others not.
+Layer norms have the names that they have when Transformer Engine fuses them, whatever the model was
+built of. A depth of multi-token prediction has its layer under another name:
 
     mtp.layers.0.mtp_model_layer.self_attention.linear_qkv.weight
         ->  mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight
+
+A hybrid model's depth has a stack of layers, ``mtp.layers.0.mtp_model_layer.layers.1.``, in both.
 """
 
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     DECODER,
-    MODEL,
     MTP,
-    kind_of,
+    Key,
+    mtp_stack,
     parse_key,
     stacks_layers,
 )
-from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import CheckpointLayout
-
-from ..common.errors import CheckpointError, shown
+from megatron_overlay.standalone.dist_checkpointing.format_names import GPT, HYBRID
+from megatron_overlay.standalone.dist_checkpointing.fsdp_mixers import MODULE, PARAMETERS
 
 _NUMBER = r'(0|[1-9]\d{0,99})'
 _ONE_BY_ONE = re.compile(
@@ -55,11 +54,20 @@ _PARTS = re.compile(
     r'|mlp\.router\.(?:weight|bias|expert_bias)'
     r'|mlp\.shared_experts\.gate_weight'
 )
-_OUTSIDE = re.compile(
-    r'embedding\.(?:word|position)_embeddings\.weight'
-    r'|output_layer\.(?:weight|bias)'
-    r'|decoder\.final_layernorm\.(?:weight|bias)'
+_MAMBA_PARTS = re.compile(
+    r'norm\.(?:weight|bias)'
+    r'|mixer\.in_proj\.(?:weight|layer_norm_weight|layer_norm_bias)'
+    r'|mixer\.conv1d\.(?:weight|bias)'
+    r'|mixer\.(?:norm|out_proj)\.weight'
+    r'|mixer\.(?:A_log|D|dt_bias)'
 )
+_OUTSIDE = re.compile(
+    r'embedding\.(?:word|position)_embeddings\.weight|output_layer\.(?:weight|bias)'
+)
+_FINAL_NORM = {
+    GPT: re.compile(r'decoder\.final_layernorm\.(?:weight|bias)'),
+    HYBRID: re.compile(r'decoder\.final_norm\.(?:weight|bias)'),
+}
 _OF_DEPTH = re.compile(r'(?:[eh]norm|final_layernorm)\.(?:weight|bias)|eh_proj\.weight')
 _DEPTHS_LAYER = 'mtp_model_layer.', 'transformer_layer.'
 # By the local layer specs' own names.
@@ -69,19 +77,11 @@ _FUSED_NORMS = {
 }
 # Transformer Engine's norms have one, and its attention.
 _WITH_EXTRA_STATE = {
-    True: re.compile(r'\.(linear_\w+|eh_proj)$'),
+    True: re.compile(r'\.(linear_\w+|eh_proj|mixer\.(in|out)_proj)$'),
     False: re.compile(
-        r'\.(linear_|core_attention$|eh_proj$|[eh]norm$'
-        r'|(final_|input_|pre_mlp_|[qk]_|kv_)layernorm$)'
+        r'\.(linear_|core_attention$|eh_proj$|[eh]norm$|mixer\.(in|out)_proj$'
+        r'|(final_|input_|pre_mlp_|[qk]_|kv_)layernorm$|final_norm$)'
     ),
-}
-_UNKNOWN_MODELS = {
-    'mla_down_proj_fusion': 'a fused down projection',
-    'heterogeneous_layers_config_path': 'heterogeneous layers',
-    'linear_attention_freq': 'linear attention',
-    'experimental_attention_variant': 'an experimental attention',
-    'quick_geglu': 'a gated unit other than --swiglu',
-    'spec': 'a layer spec of its own',
 }
 
 
@@ -117,6 +117,8 @@ class Names:
         grouped: experts in one module
         gated: ``linear_fc1`` is two
         latent: the attention is multi-latent (MLA)
+        family: ``gpt`` or ``hybrid``
+        convolution: how a Mamba mixer's begins, ``MODULE`` or ``PARAMETERS``
     """
 
     layers: int
@@ -126,6 +128,8 @@ class Names:
     grouped: bool
     gated: bool
     latent: bool
+    family: str = GPT
+    convolution: str = MODULE
 
     def place(self, name: str) -> Place | None:
         """Where the parameter of that name lies; None for one that isn't known."""
@@ -134,24 +138,24 @@ class Names:
         parsed = parse_key(bare)
         part = parsed.part
         if parsed.layer is None or (parsed.block == MTP and _OF_DEPTH.fullmatch(part)):
-            outside = parsed.layer is not None or _OUTSIDE.fullmatch(bare)
+            outside = parsed.layer is not None or self._is_outside(bare)
             return Place(bare) if half < 0 and outside else None
-        stem, layer = f'{parsed.block}.{parsed.layer}.', -1
-        if parsed.block == MTP:
-            own, stored = _DEPTHS_LAYER
-            if not part.startswith(own):
-                return None
-            stem, part = stem + stored, part.removeprefix(own)
-        elif parsed.block != DECODER:
+        if parsed.block not in (DECODER, MTP):
             return None
-        elif self.stacked:
+        own, stored = self._depths_layer(parsed)
+        if not part.startswith(own):
+            return None
+        stem, part, layer = f'{parsed.block}.{parsed.layer}.{stored}', part.removeprefix(own), -1
+        if parsed.block == DECODER and self.stacked:
             stem, layer = f'{DECODER}.', parsed.layer
         expert = -1
         if match := _ONE_BY_ONE.fullmatch(part):
             expert, part = int(match[1]), _EXPERTS + match[2]
         elif match := _GROUPED.fullmatch(part):
             expert, part = int(match[2]), _EXPERTS + match[1]
-        if _PARTS.fullmatch(part) is None or (half >= 0) != (self.gated and is_fc1(part)):
+        if part.startswith(PARAMETERS):
+            part = MODULE + part.removeprefix(PARAMETERS)
+        if not self._is_known(part) or (half >= 0) != (self.gated and is_fc1(part)):
             return None
         for own, fused in self._fused_norms:
             if part.startswith(own):
@@ -162,7 +166,7 @@ class Names:
         """Names of the parameters that make up a tensor of ``torch_dist``, with their places."""
         parsed = parse_key(key)
         part, number, block = parsed.part, parsed.layer, parsed.block
-        own, stored = _DEPTHS_LAYER if block == MTP else ('', '')
+        own, stored = self._depths_layer(parsed)
         if block not in (DECODER, MTP) or not part.startswith(stored):
             yield key, Place(key)
             return
@@ -170,6 +174,8 @@ class Names:
         for norm, fused in self._fused_norms:
             if part.startswith(fused):
                 part = norm + part.removeprefix(fused)
+        if part.startswith(MODULE):
+            part = self.convolution + part.removeprefix(MODULE)
         experts = range(self.experts) if part.startswith(_EXPERTS) else [-1]
         halves = range(2) if self.gated and is_fc1(part) else [-1]
         for layer in range(self.layers) if number is None else [number]:
@@ -193,6 +199,8 @@ class Names:
                 for module in modules
                 if module.endswith(own)
             }
+        if self.family == HYBRID:
+            yield 'output_layer._extra_state/shard_0_1'
         for module in sorted(modules):
             if _WITH_EXTRA_STATE[self.local].search(module) is None:
                 continue
@@ -212,6 +220,23 @@ class Names:
             if self.local and not (self.latent and 'linear_qkv' in names[1])
         ]
 
+    def _depths_layer(self, key: Key) -> tuple[str, str]:
+        """What stands before a part of a depth's layer, in one format and the other."""
+        if key.block != MTP:
+            return '', ''
+        if self.family == GPT:
+            return _DEPTHS_LAYER
+        stack = mtp_stack(key)
+        prefix = _DEPTHS_LAYER[0] + (f'layers.{stack[0]}.' if stack else '')
+        return prefix, prefix
+
+    def _is_outside(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in (_OUTSIDE, _FINAL_NORM[self.family]))
+
+    def _is_known(self, part: str) -> bool:
+        patterns = (_PARTS, _MAMBA_PARTS) if self.family == HYBRID else (_PARTS,)
+        return any(pattern.fullmatch(part) for pattern in patterns)
+
     def _part(self, part: str, expert: int) -> str:
         if expert < 0:
             return part
@@ -230,80 +255,3 @@ def is_expert(name: str) -> bool:
 def is_fc1(part: str) -> bool:
     """Whether a part of a layer is a ``linear_fc1``'s own weight or bias, which may have halves."""
     return _FC1.fullmatch(part) is not None
-
-
-def names_of_model(args: Any, layout: CheckpointLayout, where: object) -> Names:
-    """How the parameters are called, by the saved arguments.
-
-    Args:
-        args: saved arguments
-        layout: of the checkpoint, as its keys tell
-        where: the checkpoint's directory, for messages
-
-    Raises:
-        CheckpointError: they don't tell, contradict the keys, or are of a model that isn't known
-    """
-    if not hasattr(args, 'num_layers'):
-        raise CheckpointError(f'{where}: no saved arguments, which tell how parameters are called')
-    for name, what in _UNKNOWN_MODELS.items():
-        if getattr(args, name, None):
-            raise CheckpointError(
-                f'{where}: args.{name} is {shown(getattr(args, name))}: how {what} is stored in '
-                'one format and the other is not known here'
-            )
-    if layout.family != 'gpt':
-        raise CheckpointError(
-            f'{where}: of a {layout.family} model ({layout.evidence or "by its keys"}), expected a '
-            'GPT model; how others are stored in one format and the other is not known here'
-        )
-    built_of = getattr(args, 'transformer_impl', None)
-    if built_of not in ('local', 'transformer_engine'):
-        raise CheckpointError(
-            f'{where}: args.transformer_impl is {shown(built_of)}, expected local or '
-            'transformer_engine'
-        )
-    if layout.num_layers != args.num_layers:
-        raise CheckpointError(
-            f'{where}: {layout.num_layers} layers are stored, args.num_layers is '
-            f'{shown(args.num_layers)}'
-        )
-    latent = bool(getattr(args, 'multi_latent_attention', False))
-    if layout.latent_attention != latent:
-        raise CheckpointError(
-            f'{where}: args.multi_latent_attention is {latent}, and the keys are those of '
-            f'{"multi-latent" if layout.latent_attention else "other"} attention'
-        )
-    depths = getattr(args, 'mtp_num_layers', None) or 0
-    if getattr(args, 'mtp_use_repeated_layer', False):
-        depths = min(depths, 1)
-    if layout.mtp_depths != depths:
-        raise CheckpointError(
-            f'{where}: {layout.mtp_depths} depths of multi-token prediction are stored, expected '
-            f'{depths} by args.mtp_num_layers'
-        )
-    _refuse_uneven_depths(layout, where)
-    frequency = getattr(args, 'moe_layer_freq', 1)
-    return Names(
-        layers=layout.num_layers,
-        experts=getattr(args, 'num_experts', None) or 0,
-        stacked=isinstance(frequency, int) and frequency == 1,
-        local=built_of == 'local',
-        grouped=bool(getattr(args, 'moe_grouped_gemm', False)),
-        gated=bool(getattr(args, 'swiglu', False)),
-        latent=latent,
-    )
-
-
-def _refuse_uneven_depths(layout: CheckpointLayout, where: object) -> None:
-    """Every depth of multi-token prediction has the weights that the others have."""
-    parts: dict[str, set[int]] = defaultdict(set)
-    for key in layout.sizes:
-        parsed = parse_key(key)
-        if kind_of(key) == MODEL and parsed.block == MTP and parsed.layer is not None:
-            parts[parsed.part].add(parsed.layer)
-    for part, found in parts.items():
-        if missing := set(range(layout.mtp_depths)) - found:
-            raise CheckpointError(
-                f'{where}: no {MTP}.{min(missing)}.{part}, which other depths of multi-token '
-                'prediction have; the checkpoint is damaged, take another'
-            )

@@ -22,10 +22,10 @@ from ..common.errors import CheckpointError
 from ..merge.geometry import Box
 from ..merge.source import TensorEntry
 from .checkpoint import Checkpoint
+from .mixer_parts import PARTS
 
-# Parts of one parameter that core's factories store under keys of their own, in the order of the
-# parameter's rows.
-_SPLIT = (('z', 'x', 'B', 'C', 'dt'), ('x', 'B', 'C'))
+# Parts of one parameter that core's factories store under keys of their own.
+_SPLIT = tuple(dict.fromkeys(PARTS.values()))
 _PARTS = {part for parts in _SPLIT for part in parts}
 
 Part = tuple[str, Box]

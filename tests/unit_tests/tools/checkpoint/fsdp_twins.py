@@ -41,18 +41,21 @@ class FsdpTwins:
     fsdp: Path
     torch_dist: Path
     arguments: tuple[str, ...]
+    kind: str
 
 
-def make_fsdp_twins(directory: Path, nproc: int, *arguments: str, **env: str) -> FsdpTwins:
+def make_fsdp_twins(
+    directory: Path, nproc: int, *arguments: str, kind: str = 'gpt', **env: str
+) -> FsdpTwins:
     """Train twice alike, and save in one format and the other."""
-    twins = FsdpTwins(directory / 'fsdp', directory / 'torch_dist', arguments)
+    twins = FsdpTwins(directory / 'fsdp', directory / 'torch_dist', arguments, kind)
     for root, options, connections in (
         (twins.fsdp, FSDP, SEVERAL_CONNECTIONS),
         (twins.torch_dist, DDP, ONE_CONNECTION),
     ):
         task = {
             'name': root.name,
-            'kind': 'gpt',
+            'kind': kind,
             'arguments': [*arguments, *options, '--train-iters', str(STEPS), '--save', str(root)],
             'result': str(directory / root.name) + '.record',
         }

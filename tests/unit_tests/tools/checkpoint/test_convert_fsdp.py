@@ -44,7 +44,7 @@ from tests.unit_tests.tools.checkpoint.test_convert_optimizer import (
 from tools.checkpoint.common.errors import CheckpointError
 from tools.checkpoint.convert_ckpt_optimizer import convert_optimizer, main
 from tools.checkpoint.inspect_checkpoint import inspect_checkpoint
-from tools.checkpoint.optimizer_layouts.fsdp_names import names_of_model
+from tools.checkpoint.optimizer_layouts.fsdp_model import names_of_model
 
 STATE = 'optimizer.state.module.module.module.'
 META = 'optimizer.param_to_group_meta.module.module.module.'

@@ -37,6 +37,31 @@ CASES = {
         ],
         'fused_adam',
     ),
+    'hybrid, multi-token prediction, experts, DP 2': (
+        2,
+        [
+            *('--bf16', '--swiglu', '--num-experts', '4', '--mtp-num-layers', '2'),
+            *('--hybrid-layer-pattern', 'M*-ME/*M/*M'),
+        ],
+        'fused_adam',
+    ),
+    'hybrid, TP 2, untied': (
+        2,
+        [
+            *('--bf16', '--hybrid-layer-pattern', 'M-M*-', '--tensor-model-parallel-size', '2'),
+            '--untie-embeddings-and-output-weights',
+        ],
+        'fused_adam',
+    ),
+    'hybrid, experts, EP 2': (
+        2,
+        [
+            *('--bf16', '--hybrid-layer-pattern', 'ME*-', '--num-experts', '4'),
+            *('--expert-model-parallel-size', '2'),
+        ],
+        'fused_adam',
+    ),
+    'hybrid, fp32': (1, ['--hybrid-layer-pattern', 'M-*'], 'torch_adam'),
     'multi-latent attention, TP 2, learning rate of its own': (
         2,
         [
@@ -55,7 +80,8 @@ CASES = {
 def twins(request, tmp_path_factory):
     nproc, arguments, adam = CASES[request.param]
     directory = tmp_path_factory.mktemp('twins')
-    twins = make_fsdp_twins(directory, nproc, *arguments, CPU_MEGATRON_OPTIMIZER=adam)
+    kind = 'hybrid' if '--hybrid-layer-pattern' in arguments else 'gpt'
+    twins = make_fsdp_twins(directory, nproc, *arguments, kind=kind, CPU_MEGATRON_OPTIMIZER=adam)
     convert_optimizer(twins.fsdp, directory / 'converted', verify=True)
     return twins, directory, nproc, adam
 
@@ -106,7 +132,7 @@ def assert_same_steps(roots, made, options, nproc, **env):
     tasks = [
         {
             'name': root.name,
-            'kind': 'gpt',
+            'kind': made.kind,
             'arguments': [
                 *(*made.arguments, *options, '--train-iters', str(2 * STEPS)),
                 *('--load', str(root), '--override-opt-param-scheduler'),
