@@ -1,6 +1,7 @@
 """The command line of ``weighted_merge.py``."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -197,7 +198,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     _check_usage(parser, args)
-    reason = command.start_up()
+    reason = command.start_up(_missing_input(args))
     if reason is not None:
         return complain(reason)
 
@@ -229,6 +230,17 @@ def _check_usage(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             '--coefficients is for a range: give one ROOT with --start-checkpoint and '
             '--end-checkpoint'
         )
+
+
+def _missing_input(args: argparse.Namespace) -> str | None:
+    """An input that isn't there, found before torch and megatron-core are imported, for seconds.
+
+    Several ranks may see different files, and tell together.
+    """
+    if int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        return None
+    paths = [given if _is_range(args) else given.rpartition(':')[0] for given in args.merge_inputs]
+    return next((path for path in paths if path and not os.path.exists(path)), None)
 
 
 def _inputs(args: argparse.Namespace) -> 'Inputs':

@@ -47,8 +47,10 @@ def check_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error(f'--report-json {args.report}: no such directory')
 
 
-def start_up() -> str | None:
-    """Import torch, which takes seconds, unless it is missing; says so then."""
+def start_up(missing_input: object) -> str | None:
+    """Import torch, which takes seconds, unless something is missing; returns what, in words."""
+    if missing_input is not None:
+        return f"{missing_input}: doesn't exist"
     reason = missing_packages()
     if reason is None:
         import_quickly('torch.distributed.checkpoint')

@@ -1,6 +1,7 @@
 """The command line of ``convert_ckpt_optimizer.py``."""
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from megatron_overlay.standalone.dist_checkpointing.format_names import FSDP_DTENSOR, TORCH_DIST
@@ -67,7 +68,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     command.check_report(parser, args)
-    reason = command.start_up()
+    reason = command.start_up(None if os.path.exists(args.load_dir) else args.load_dir)
     if reason is not None:
         return complain(reason)
 
