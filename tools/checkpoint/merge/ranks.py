@@ -80,12 +80,23 @@ class Ranks:
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
-        return self.scatter([value] * self.size if self.rank == 0 else None)  # type: ignore[return-value]
+        if self.group is None:
+            return value  # type: ignore[return-value]
+        values = [value]
+        with self._reaching():
+            root = dist.get_global_rank(self.group, 0)
+            dist.broadcast_object_list(values, src=root, group=self.group)
+        return values[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
         """Each rank's value, on rank 0."""
-        values = self.gather_everywhere(value)
-        return values if self.rank == 0 else None
+        if self.group is None:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.rank == 0 else None
+        with self._reaching():
+            root = dist.get_global_rank(self.group, 0)
+            dist.gather_object(value, values, dst=root, group=self.group)
+        return values
 
     def gather_everywhere(self, value: T) -> list[T]:
         """Each rank's value, on every rank."""
