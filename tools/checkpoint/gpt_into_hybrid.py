@@ -37,8 +37,8 @@ checkpoint of a GPT model: which layer reads what, what starts fresh, and whethe
 work. Reads metadata only.
 """
 _EPILOG = """\
-exit status: 0 when it will, with the options that the last line names, such as --no-load-optim; 1
-when no options make it; 2 on wrong usage
+exit status: 0 when it will, with what the last line names, such as --no-load-optim; 1 when nothing
+makes it; 2 on wrong usage
 """
 
 
