@@ -42,13 +42,13 @@ def settled_groups(optimizer, scheduler, args) -> Iterator[None]:
     """A load inside ends with each group as the options and the loaded scheduler say.
 
     Under ``--override-opt-param-scheduler`` that is the schedule it began with. From 0.20 on
-    upstream gives all groups ``--lr`` after the load, also those with a rate of their own.
+    upstream gives all groups that aren't marked ``--lr`` after the load, whatever rates they have.
     """
     keeps = _own_schedule_counts(args) and _loads_schedule(optimizer, args)
-    own = [_schedule(group) for group in optimizer.param_groups] if keeps else []
+    own = _unmarked_schedules(optimizer.param_groups) if keeps else {}
     yield
-    for group, schedule in zip(optimizer.param_groups if keeps else [], own, strict=True):
-        group.update(schedule)
+    for index, schedule in own.items():
+        optimizer.param_groups[index].update(schedule)
     if scheduler is not None and (keeps or _stored_schedule_counts(args)):
         # upstream's sets the groups' weight decay before it has the checkpoint's
         scheduler.step(increment=0)
@@ -64,6 +64,14 @@ def _own_schedule_counts(args) -> bool:
 
 def _stored_schedule_counts(args) -> bool:
     return getattr(args, 'use_checkpoint_opt_param_scheduler', False)
+
+
+def _unmarked_schedules(groups: list[dict]) -> dict[int, dict]:
+    """By index, of groups without the mark of another rate; none where their rates are alike."""
+    unmarked = {i: group for i, group in enumerate(groups) if not group.get('is_decoupled_lr')}
+    if len({group_rates(group) for group in unmarked.values()}) < 2:
+        return {}
+    return {index: _schedule(group) for index, group in unmarked.items()}
 
 
 def _schedule(group: dict) -> dict:
