@@ -56,4 +56,4 @@ test-upstream: $(READY)
 	$(BIN)/python -m tests.upstream.run $(if $(RANKS),--ranks $(RANKS)) $(MEGATRON_LM) $(FILES)
 
 clean:
-	rm -rf .venv* demo checkpoints build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv* demo checkpoints* build *.egg-info .pytest_cache .ruff_cache

@@ -22,6 +22,12 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED_TREE = os.path.join(_HERE, 'tree')
 _TREE = _INSTALLED_TREE if os.path.isdir(_INSTALLED_TREE) else os.path.dirname(_HERE)
 
+# Modules of core that the overlay makes reports of: python -m MODULE CHECKPOINT
+_REPORTS = (
+    'megatron.core.dist_checkpointing.gpt_checkpoint_interop',
+    'megatron.core.optimizer.distrib_optimizer',
+)
+
 finder = OverlayFinder(_TREE, SUPPORTED_VERSIONS)
 
 
@@ -50,7 +56,19 @@ def activate() -> bool:
             f'call it before the first import of megatron.'
         )
     sys.meta_path.insert(0, finder)
+    words = sys.orig_argv
+    if any(words[at - 1] == '-m' for at, word in enumerate(words) if word in _REPORTS):
+        _hush_imports()
     return True
+
+
+def _hush_imports() -> None:
+    """Keep what importing core warns of, before the report begins, from burying the report."""
+    import logging
+    import warnings
+
+    warnings.simplefilter('ignore')
+    logging.getLogger('torch.utils.cpp_extension').setLevel(logging.ERROR)
 
 
 def upstream(name: str):

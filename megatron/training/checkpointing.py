@@ -64,7 +64,7 @@ from megatron.training.gpt_hybrid_load import (
     make_lists_again,
     zero_moments_of_fresh_layers,
 )
-from megatron.training.group_schedules import settle_schedules
+from megatron.training.group_schedules import settle_schedules, settled_groups
 
 import megatron_overlay
 from megatron_overlay._finder import core_version
@@ -110,15 +110,12 @@ def load_checkpoint(
             ddp_model, optimizer, get_args(), strict, changes, scheduler=opt_param_scheduler
         )
         try:
-            result = upstream.load_checkpoint(
-                ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
-            )
-            if not kwargs.get('skip_load_to_model_and_opt'):
-                load_optimizer_when_finetuning(_current_load)
-            own_schedule = not getattr(get_args(), 'use_checkpoint_opt_param_scheduler', False)
-            if opt_param_scheduler is not None and not own_schedule:
-                # upstream's sets the groups' weight decay before it has the checkpoint's
-                opt_param_scheduler.step(increment=0)
+            with settled_groups(optimizer, opt_param_scheduler, get_args()):
+                result = upstream.load_checkpoint(
+                    ddp_model, optimizer, opt_param_scheduler, load_arg, strict, *args, **kwargs
+                )
+                if not kwargs.get('skip_load_to_model_and_opt'):
+                    load_optimizer_when_finetuning(_current_load)
             return result
         finally:
             _current_load = outer

@@ -2,7 +2,7 @@
 
     python -m tests.upstream.run MEGATRON_LM [--ranks N] [FILE ...]
 
-MEGATRON_LM is a checkout of a release that the overlay supports. What needs a GPU, or more ranks,
+MEGATRON_LM is a checkout of Megatron-LM, whatever its version. What needs a GPU, or more ranks,
 fails on both sides and says nothing; a test that passes on stock has to pass over the overlay.
 """
 
@@ -82,6 +82,7 @@ def run(checkout: Path, file: str, ranks: int, overlay: str) -> Outcomes:
         environment = {
             **os.environ,
             'MEGATRON_OVERLAY': overlay,
+            'MEGATRON_LM': str(checkout),  # whose version doesn't keep the overlay out
             # upstream tests with Transformer Engine
             'CPU_MEGATRON_OPTIMIZER': os.environ.get('CPU_MEGATRON_OPTIMIZER', 'fused_adam'),
             'OMP_NUM_THREADS': '1',

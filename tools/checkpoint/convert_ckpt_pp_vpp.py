@@ -9,17 +9,23 @@ From Python: ``main`` with the same words; or, to catch ``CheckpointError`` and 
 ``prepare`` and ``execute`` of ``pp_vpp.convert`` on a conversion that ``pp_vpp.commands`` makes.
 """
 
-import argparse
+import os
 import sys
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, os.path.realpath(f'{__file__}/../../..'))
+    __package__ = 'tools.checkpoint'
+if __name__ == '__main__':  # before the imports that take their time
+    from .common.interrupt import end_on_interrupt
+
+    end_on_interrupt()
+
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ''):  # run as a script
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    __package__ = 'tools.checkpoint'
 
 from .common.arguments import Parser, local_path, natural, positive
 from .common.errors import CheckpointError

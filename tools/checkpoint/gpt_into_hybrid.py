@@ -1,14 +1,19 @@
 """Tell what loading a GPT checkpoint into a hybrid model will do, from its metadata alone."""
 
-import argparse
-import re
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 if __package__ in (None, ''):  # run as a script
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, os.path.realpath(f'{__file__}/../../..'))
     __package__ = 'tools.checkpoint'
+if __name__ == '__main__':  # before the imports that take their time
+    from .common.interrupt import end_on_interrupt
+
+    end_on_interrupt()
+
+import argparse
+import re
+from collections.abc import Sequence
 
 from .common.arguments import Parser, not_a_url
 from .common.interrupt import ends_on_interrupt
@@ -32,8 +37,8 @@ checkpoint of a GPT model: which layer reads what, what starts fresh, and whethe
 work. Reads metadata only.
 """
 _EPILOG = """\
-exit status: 0 when it will, with the options that the last line names, such as --no-load-optim; 1
-when no options make it; 2 on wrong usage
+exit status: 0 when it will, with what the last line names, such as --no-load-optim; 1 when nothing
+makes it; 2 on wrong usage
 """
 
 

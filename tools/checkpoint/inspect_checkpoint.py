@@ -8,16 +8,22 @@ From a shell::
 From Python: ``inspect_checkpoint`` and ``compare_checkpoints``.
 """
 
+import os
+import sys
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, os.path.realpath(f'{__file__}/../../..'))
+    __package__ = 'tools.checkpoint'
+if __name__ == '__main__':  # before the imports that take their time
+    from .common.interrupt import end_on_interrupt
+
+    end_on_interrupt()
+
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-if __package__ in (None, ''):  # run as a script
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    __package__ = 'tools.checkpoint'
 
 from .common.arguments import Parser, not_a_url
 from .common.interrupt import ends_on_interrupt

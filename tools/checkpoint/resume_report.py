@@ -3,14 +3,19 @@
 ``python -m megatron.core.optimizer.distrib_optimizer`` runs it where the overlay is installed.
 """
 
-import argparse
+import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 if __package__ in (None, ''):  # run as a script
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, os.path.realpath(f'{__file__}/../../..'))
     __package__ = 'tools.checkpoint'
+if __name__ == '__main__':  # before the imports that take their time
+    from .common.interrupt import end_on_interrupt
+
+    end_on_interrupt()
+
+import argparse
+from collections.abc import Sequence
 
 from .common.arguments import Parser, local_path
 from .common.interrupt import ends_on_interrupt

@@ -9,17 +9,23 @@ From a shell::
 From Python: ``merge_same_layout_dcp_metadata_checkpoints`` and ``checkpoint_coefficients``.
 """
 
+import os
 import sys
+
+if __package__ in (None, ''):  # run as a script
+    sys.path.insert(0, os.path.realpath(f'{__file__}/../../..'))
+    __package__ = 'tools.checkpoint'
+if __name__ == '__main__':  # before the imports that take their time
+    from .common.interrupt import end_on_interrupt
+
+    end_on_interrupt()
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ''):  # run as a script
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    __package__ = 'tools.checkpoint'
-
-from .common.interrupt import ends_on_interrupt  # noqa: E402
-from .merge.schedules import checkpoint_coefficients  # noqa: E402
+from .common.interrupt import ends_on_interrupt
+from .merge.schedules import checkpoint_coefficients
 
 if TYPE_CHECKING:
     from .merge.report import MergeResult

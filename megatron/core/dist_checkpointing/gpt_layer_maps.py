@@ -166,10 +166,10 @@ def gpt_compatible_layer_maps(
             )
         attention, mlp, replaced = _pair(symbols, attention_symbols, replace_attention)
         if layout is not None:
-            _compare(symbols, mlp, 'MLP' if replaced else 'attention and MLP', layout)
+            _compare(symbols, mlp, layout, bool(replaced))
     except _PatternRefusedError as reason:
         raise ValueError(
-            f'Hybrid layer pattern {hybrid_layer_pattern!r} can not take a GPT checkpoint: {reason}'
+            f"Hybrid layer pattern {hybrid_layer_pattern!r} doesn't fit a GPT checkpoint: {reason}"
         ) from reason.__cause__
     return GPTCompatLayerMaps(
         attention_to_gpt=attention,
@@ -240,7 +240,7 @@ def _pair(
     way_out = f', or pass {REPLACE_ATTENTION} to leave the others unread' if has_fewer else ''
     raise _PatternRefusedError(
         f'it has {len(attention)} attention ({" or ".join(map(repr, attention_symbols))}) and '
-        f"{len(mlp)} MLP ('-' or 'E') positions; a GPT layer has one of each, so it needs an "
+        f"{len(mlp)} MLP ('-' or 'E') layers; a GPT layer has one of each, so it needs an "
         f'equal, nonzero number of both{way_out}.'
     )
 
@@ -273,18 +273,24 @@ def _pair_blocks(
     return attention_to_gpt, replaced
 
 
-def _compare(symbols: str, mlp: Mapping[int, int], counted: str, layout: CheckpointLayout) -> None:
+def _compare(
+    symbols: str, mlp: Mapping[int, int], layout: CheckpointLayout, replacing: bool
+) -> None:
     """Make sure that the checkpoint has as many layers, with MLPs of the kinds in the pattern."""
-    if layout.num_layers != len(mlp):
+    layers = layout.num_layers
+    if layers != len(mlp):
+        attention = '' if replacing else f'{layers} attention and '
         raise _PatternRefusedError(
-            f'it has {len(mlp)} {counted} positions, the checkpoint {layout.num_layers} layers.'
+            f'it is for {len(mlp)} GPT layer(s), the checkpoint has {layers} layers; give it '
+            f'{attention}{layers} MLP layers.'
         )
     for hybrid, gpt in mlp.items():
         kind = layout.mlp_kinds.get(gpt)
         if kind != _MLP_KINDS[symbols[hybrid]]:
+            use = [f'{kind}: use {symbol!r}' for symbol, of in _MLP_KINDS.items() if of == kind]
             raise _PatternRefusedError(
                 f'its layer {hybrid} is {symbols[hybrid]!r}, the MLP of GPT layer {gpt} is '
-                f'{kind or "missing"}.'
+                f'{"".join(use) or "missing"}.'
             )
 
 
@@ -304,5 +310,5 @@ def _check_mtp(
             f'an MTP depth of a GPT model is one layer, with one attention and one MLP, but the '
             f'MTP part {pattern!r} has {attention} attention '
             f'({" or ".join(map(repr, attention_symbols))}) '
-            f"and {mlp} MLP ('-' or 'E') positions."
+            f"and {mlp} MLP ('-' or 'E') layers."
         )

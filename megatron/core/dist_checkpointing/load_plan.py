@@ -24,7 +24,12 @@ from .gpt_checkpoint_interop import GPTCompatLayerMaps
 from .hybrid_checkpoint_interop import hybrid_checkpoint_layer_maps, hybrid_checkpoint_pattern
 from .key_arguments import LEGACY_WAY_OUT
 from .mamba_from_attention import WARM_START, with_warm_start
-from .optimizer_load import conversion_command, conversion_refusal, optimizer_verdict
+from .optimizer_load import (
+    conversion_command,
+    conversion_refusal,
+    is_convertible,
+    optimizer_verdict,
+)
 from .saved_arguments import contradiction, effective, other_functions, other_weights, saved_pattern
 from .stored_checkpoint import (
     StoredCheckpoint,
@@ -197,7 +202,7 @@ def _gpt_into_hybrid(stored: StoredCheckpoint, args: Any) -> tuple[GPTCompatLaye
         raise _RefusedError(
             f'Hybrid layer pattern {pattern!r} takes a GPT checkpoint of '
             f'{layer_maps.num_gpt_layers} layers, and this one has {saved_layers}: give the '
-            f'pattern as many attention and as many MLP positions.'
+            f'pattern as many attention and as many MLP layers.'
         )
     notes = [
         f'GPT checkpoint into a hybrid model: {layer_maps.num_gpt_layers} GPT layers feed '
@@ -247,10 +252,10 @@ def words_on_optimizer(stored: StoredCheckpoint, plan: LoadPlan) -> tuple[str, s
         fresh = 'the optimizer starts fresh, as from any release'
         return f'Will load; {fresh}.', fresh
     if plan.optimizer_refusal:
-        return (
-            f'Will load with --no-load-optim. {plan.optimizer_refusal}',
-            f'with --no-load-optim: {plan.optimizer_refusal}',
-        )
+        how = 'with --no-load-optim'
+        if plan.load_optim and is_convertible(stored):
+            how = f'after a conversion, or {how}'
+        return f'Will load {how}. {plan.optimizer_refusal}', f'{how}: {plan.optimizer_refusal}'
     if needs_undistributed_optimizer(stored):
         run = 'without --use-distributed-optimizer'
         return f'Will load, with its optimizer state in a run {run}.', f'optimizer state too, {run}'

@@ -40,7 +40,7 @@ def optimizer_verdict(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             'distributed: leave out --use-distributed-optimizer to load it, or pass '
             '--no-load-optim.'
         )
-    if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
+    if is_convertible(stored):
         return True, _convert(stored, kind, CONVERTED_FORMATS[kind])
     if kind not in (PLAIN, FULLY_RESHARDABLE):
         return True, (
@@ -50,6 +50,11 @@ def optimizer_verdict(stored: StoredCheckpoint, args: Any) -> tuple[bool, str]:
             f'--no-load-optim.'
         )
     return True, ''
+
+
+def is_convertible(stored: StoredCheckpoint) -> bool:
+    """Whether optimizer state becomes ``fully_reshardable`` by a conversion."""
+    return stored_optimizer_format(stored) in CONVERTED_FORMATS and not is_layer_wise(stored.args)
 
 
 def conversion_refusal(stored: StoredCheckpoint, args: Any) -> str:

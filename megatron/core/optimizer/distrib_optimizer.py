@@ -6,7 +6,6 @@ checkpoint will do, and with ``--check-weights`` whether its optimizer state bel
 """
 
 import sys
-import warnings
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -20,9 +19,6 @@ if __name__ == '__main__':
         from tools.checkpoint.resume_report import main
 
     raise SystemExit(main())
-if sys.argv[0] == '-m':
-    # python imports the package, and so this module, before it runs it as a program, and warns
-    warnings.filterwarnings('ignore', '.*found in sys.modules after import of package.*')
 
 import torch
 

@@ -55,7 +55,11 @@ def test_a_pattern_of_other_layers_than_the_checkpoint_s_is_refused(tmp_path):
     save_gpt(tmp_path / 'dense')
     layout = read_checkpoint_layout(str(tmp_path / 'dense'))
     assert (layout.family, layout.num_layers, layout.indexed) == ('gpt', 2, False)
-    for pattern, reason in [('*-', '2 layers'), ('*E*E', 'dense'), ('*-*E', 'mixes')]:
+    for pattern, reason in [
+        ('*-', 'is for 1 GPT layer.*has 2 layers; give it 2 attention and 2 MLP layers'),
+        ('*E*E', "layer 1 is 'E', .* is dense: use '-'"),
+        ('*-*E', 'mixes'),
+    ]:
         with pytest.raises(ValueError, match=reason):
             interop.gpt_compatible_layer_maps(pattern, layout)
 

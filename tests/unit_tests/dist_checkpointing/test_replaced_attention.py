@@ -96,11 +96,11 @@ def test_with_as_many_attention_as_mlp_layers_the_ith_goes_to_the_ith(pattern):
         ('M-M-*', 2, r'layer 4 is attention after the last MLP'),
         ('**M-', 1, r'2 attention .* 1 MLP .* equal, nonzero number of both\.'),
         ('M*', 1, r'1 attention .* 0 MLP .* equal, nonzero number of both\.'),
-        ('M-*-', 3, r'2 MLP positions, the checkpoint 3 layers'),
-        ('M-*-M-', 2, r'3 MLP positions, the checkpoint 2 layers'),
+        ('M-*-', 3, r'for 2 GPT layer\(s\), the checkpoint has 3 layers; give it 3 MLP layers'),
+        ('M-*-M-', 2, r'for 3 GPT layer\(s\), the checkpoint has 2 layers; give it 2 MLP layers'),
         ('M-*E', 2, r"one of '-' or 'E'"),
         ('M-*E', 2, r'mixes'),
-        ('ME*E', 2, r"layer 1 is 'E', the MLP of GPT layer 0 is dense"),
+        ('ME*E', 2, r"layer 1 is 'E', the MLP of GPT layer 0 is dense: use '-'"),
     ],
 )
 def test_what_does_not_pair_is_refused_with_the_reason(pattern, layers, reason):

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.unit_tests.optimizer import fact_runs
+from tools.checkpoint.common.progress import progress_bar
 
 RANK, WORLD_SIZE = (int(os.environ.get(*given)) for given in (('RANK', '0'), ('WORLD_SIZE', '1')))
 
@@ -52,8 +53,16 @@ def one_rank() -> dict[str, list]:
     with tempfile.TemporaryDirectory() as scratch:
         return {
             name: check(run, text, Path(scratch) / name.replace(' ', '_'))[:3]
-            for name, text, run in fact_runs.FACTS
+            for name, text, run in facts_in_order()
         }
+
+
+def facts_in_order() -> Iterator[tuple[str, str, Callable]]:
+    """Name, text and check of each fact; a bar on rank 0's terminal counts them."""
+    with progress_bar(len(fact_runs.FACTS), 'facts', unit='fact', rank=RANK) as progress:
+        for fact in fact_runs.FACTS:
+            yield fact
+            progress.update()
 
 
 def several_ranks() -> dict[str, list]:
@@ -69,7 +78,7 @@ def several_ranks() -> dict[str, list]:
         store.set('scratch', tempfile.mkdtemp())
     scratch = Path(store.get('scratch').decode())
     found = {}
-    for name, text, run in fact_runs.FACTS:
+    for name, text, run in facts_in_order():
         with process_group(dist.PrefixStore(name, store)):
             found[name] = check(run, text, scratch / name.replace(' ', '_'))
     store.set(f'found {RANK}', json.dumps(found))

@@ -10,6 +10,15 @@ from types import FrameType
 from .stdout import complain
 
 
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process from here on, which is a command and nothing else.
+
+    For its first lines: what Python does by default is a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
 def ends_on_interrupt[**P](main: Callable[P, int]) -> Callable[P, int]:
     """Decorate the ``main`` of a command, which a program may call as well, with words of its own.
 

@@ -36,6 +36,7 @@ from ..common.paths import TRACKER_NAME
 from ..common.stdout import printable, tell
 from ..common.stored import check_stored_files
 from .resume import read_stored
+from .summary import counted_layers
 
 
 def dry_run(checkpoint: str, pattern: str, ckpt_step: int | None = None, **arguments: Any) -> int:
@@ -80,8 +81,7 @@ def _lines(checkpoint: str, found: FoundCheckpoint, **arguments: Any):
     plan = plan_load(stored, any_run(stored, **arguments), HYBRID)
     if plan.refusal:
         raise CheckpointError(plan.refusal)
-    kept = 'one by one' if layout.indexed else 'stacked along an axis'
-    yield f'{found.directory}: GPT, {layout.num_layers} layers, stored {kept}'
+    yield f'{found.directory}: GPT, {counted_layers(layout.num_layers, layout.indexed)}'
     yield from _sources(stored, plan)
     yield from (note for note in plan.notes if note.startswith('WARNING'))
     yield f'Optimizer state: {stored_optimizer_format(stored)}'

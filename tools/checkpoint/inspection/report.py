@@ -7,7 +7,7 @@ from megatron_overlay.standalone.dist_checkpointing.format_names import LEGACY, 
 from ..common.progress import format_bytes
 from ..common.stdout import printable
 from .compare import Comparison
-from .summary import Amount, CheckpointSummary, ModelSummary
+from .summary import Amount, CheckpointSummary, ModelSummary, counted_layers
 
 _SHOWN = 4  # keys of each kind of difference
 
@@ -65,15 +65,13 @@ def _model(model: ModelSummary) -> Iterator[str]:
     if model.family == OTHER:
         yield 'neither GPT nor hybrid by its keys'
         return
-    stored = 'along an axis' if model.stored_by == 'axis' else 'by index in the key'
-    layers = _count(model.layers, 'layer')
     if model.pattern is not None:
-        yield f'hybrid, {layers} {model.pattern}'
+        yield f'hybrid, {_count(model.layers, "layer")} {model.pattern}'
     else:
-        yield f'GPT, {layers} stored {stored}'
+        yield f'GPT, {counted_layers(model.layers, model.stored_by == "index")}'
         kinds = [f'{model.dense} dense'] if model.dense else []
         kinds += [f'{model.moe} MoE'] if model.moe else []
-        yield f'MLPs {" and ".join(kinds) or "none"}'
+        yield f'{" and ".join(kinds) or "no"} MLPs'
     if model.latent_attention:
         yield 'multi-latent attention'
     if model.mtp_layers:

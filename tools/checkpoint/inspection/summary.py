@@ -83,6 +83,12 @@ class ModelSummary:
         )
 
 
+def counted_layers(layers: int, indexed: bool) -> str:
+    """A GPT model's layers and how their weights are stored, in words."""
+    where = 'tensors of their own' if indexed else 'stacked tensors'
+    return f'{layers} layer{"s" if layers != 1 else ""} in {where}'
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """Optimizer state.

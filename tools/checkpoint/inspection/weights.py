@@ -19,12 +19,11 @@ from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
 )
 from megatron_overlay.standalone.dist_checkpointing.format_names import NO_STATE
 from megatron_overlay.standalone.dist_checkpointing.optimizer_load import (
-    CONVERTED_FORMATS,
     conversion_command,
+    is_convertible,
 )
 from megatron_overlay.standalone.dist_checkpointing.stored_checkpoint import (
     StoredCheckpoint,
-    is_layer_wise,
     stored_optimizer_format,
 )
 from megatron_overlay.standalone.dist_checkpointing.unstored_state import NO_OPTIMIZER
@@ -158,7 +157,7 @@ def _why_nothing_to_compare(stored: StoredCheckpoint) -> str:
     kind = stored_optimizer_format(stored)
     if kind == NO_STATE:
         return f'{NO_OPTIMIZER}, and so no main parameters to compare with the weights'
-    if kind in CONVERTED_FORMATS and not is_layer_wise(stored.args):
+    if is_convertible(stored):
         return (
             f'the main parameters are stored as {kind}; {conversion_command(stored.directory)} '
             f'puts them together and compares each with its weight'

@@ -48,7 +48,11 @@ def check_report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 
 def start_up(missing_input: object) -> str | None:
-    """Import torch, which takes seconds, unless something is missing; returns what, in words."""
+    """Import torch, which takes seconds, unless something is missing; returns what, in words.
+
+    Args:
+        missing_input: a path that isn't there; None where all are
+    """
     if missing_input is not None:
         return f"{missing_input}: doesn't exist"
     reason = missing_packages()

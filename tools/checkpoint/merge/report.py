@@ -102,8 +102,8 @@ def plan_text(result: MergeResult) -> str:
     lines += [
         f'output: {result.output_dir}',
         f'  {result.averaged_tensors} tensors averaged, {result.copied_extra_states} _extra_state '
-        f'entries copied: {format_bytes(result.content_bytes)} of content, and what files take '
-        'besides',
+        f'entries copied: {format_bytes(result.content_bytes)} of content, plus file '
+        'headers and metadata',
         f'  {format_bytes(sum(result.rank_bytes))} of content to read by {result.world_size} rank'
         f'{"s" if result.world_size > 1 else ""}: ' + _sizes(result.rank_bytes),
     ]

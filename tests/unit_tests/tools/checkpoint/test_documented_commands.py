@@ -78,6 +78,8 @@ def places(vpp, tmp_path_factory):
     )
     return {run: root / 'gpt' for run in runs} | {
         '/ckpt/hybrid': root / 'hybrid',
+        'checkpoints-buckets': root / 'buckets',
+        'checkpoints-stages': stages,
         '/ckpt/buckets': root / 'buckets',
         '/ckpt/fsdp': root / 'fsdp',
         'D': stages,
@@ -101,7 +103,8 @@ def train(kind, directory, arguments, options=('--dist-ckpt-optim-fully-resharda
     )
 
 
-OUTPUTS = ('OUT', 'MERGED', 'merged', '/ckpt/merged', 'DIR')
+EXAMPLES = tuple(f'checkpoints-{name}' for name in ('reshardable', 'merged', 'chunks'))
+OUTPUTS = ('OUT', 'MERGED', 'merged', '/ckpt/merged', 'DIR', *EXAMPLES)
 
 
 def test_there_are_commands_of_every_kind():
@@ -147,7 +150,7 @@ def test_documented_command(command, places, tmp_path, monkeypatch, capsys):
 
 def console_command(name):
     scripts = tomllib.loads((REPOSITORY / 'pyproject.toml').read_text())['project']['scripts']
-    return scripts[name].partition(':')[0].removeprefix('megatron_overlay.')
+    return f'tools.checkpoint.{scripts[name].partition(":")[2]}'
 
 
 def run(module, words, places, tmp_path):

@@ -75,6 +75,7 @@ def test_gpt_with_optimizer(real):
     model = summary.model
     assert (model.family, model.layers, model.stored_by) == ('gpt', 2, 'axis')
     assert (model.dense, model.moe, model.pattern) == (2, 0, None)
+    assert 'GPT, 2 layers in stacked tensors, 2 dense MLPs, by' in str(summary)
     assert summary.weights.keys() == {'bfloat16'}
     assert (summary.optimizer.format, summary.optimizer.steps) == ('fully_reshardable', [2])
     assert summary.parallel == {} and 'no arguments are stored' in str(summary)
@@ -104,8 +105,8 @@ def test_optimizer_formats(real):
     summary = inspect_checkpoint(real / 'buckets')
     assert summary.optimizer.format == 'dp_reshardable'
     assert (
-        "with --no-load-optim: The optimizer state of the checkpoint is 'dp_reshardable'"
-        in use(summary, uses.INTEROP)[1]
+        'after a conversion, or with --no-load-optim: The optimizer state of the checkpoint is '
+        "'dp_reshardable'" in use(summary, uses.INTEROP)[1]
     )
     assert 'only the data-parallel size may change' in use(summary, uses.RESUME)[1]
     summary = inspect_checkpoint(real / 'plain')
@@ -130,6 +131,7 @@ def test_experts_and_a_model_alone(real):
     assert (optimizer.format, optimizer.steps) == ('fully_reshardable', [1])
     mixed = inspect_checkpoint(real / 'mixed')
     assert (mixed.model.stored_by, mixed.model.dense, mixed.model.moe) == ('index', 1, 1)
+    assert 'GPT, 2 layers in tensors of their own, 1 dense and 1 MoE MLPs, by' in str(mixed)
     assert "2 '*', 1 '-' and 1 'E', the MLPs in the order -E" in use(mixed, uses.INTEROP)[1]
 
 

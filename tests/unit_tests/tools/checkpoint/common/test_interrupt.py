@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports torch, which takes most of the time of a look."""
+"""Ctrl-C while a command imports what it needs, which takes most of the time of a look."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import pytest
 from tests.unit_tests.tools.checkpoint.documented_commands import REPOSITORY
 from tools.checkpoint.common.interrupt import ends_on_interrupt
 
-# A torch that takes the exception for something else, as the real one does here and there.
-TORCH = """
+# A module that takes the exception for something else, as torch does here and there.
+MODULE = """
 import os, signal
 try:
     os.kill(os.getpid(), signal.SIGINT)
@@ -31,19 +31,22 @@ COMMANDS = [
 
 
 @pytest.mark.usefixtures('default_signal_handlers')
+@pytest.mark.parametrize('module', ['torch', 'pathlib'])  # the largest, and one of the first
 @pytest.mark.parametrize('command', COMMANDS)
-def test_an_interrupted_import_is_one_line(command, tmp_path):
-    (tmp_path / 'torch').mkdir()
-    (tmp_path / 'torch' / '__init__.py').write_text(TORCH)
+def test_an_interrupted_import_is_one_line(command, module, tmp_path):
+    (tmp_path / module).mkdir()
+    (tmp_path / module / '__init__.py').write_text(MODULE)
     tool, *words = command.split()
-    run = subprocess.run(
-        [sys.executable, REPOSITORY / 'tools/checkpoint' / f'{tool}.py', *words],
-        cwd=tmp_path,
-        env=os.environ | {'PYTHONPATH': str(tmp_path)},
-        text=True,
-        capture_output=True,
-    )
-    assert (run.returncode, run.stderr, run.stdout) == (130, 'error: stopped by SIGINT\n', '')
+    as_console = f'from tools.checkpoint.console import {tool}; {tool}()'
+    for program in [REPOSITORY / 'tools/checkpoint' / f'{tool}.py'], ['-c', as_console]:
+        run = subprocess.run(
+            [sys.executable, *program, *words],
+            cwd=tmp_path,
+            env=os.environ | {'PYTHONPATH': f'{tmp_path}:{REPOSITORY}'},
+            text=True,
+            capture_output=True,
+        )
+        assert (run.returncode, run.stderr, run.stdout) == (130, 'error: stopped by SIGINT\n', '')
 
 
 @pytest.mark.usefixtures('default_signal_handlers')
