@@ -92,13 +92,16 @@ NEEDS: dict[str, dict] = {
         'extends': True,
         'overlay': ['.leaked_state'],
         'names': {
+            'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
+            'megatron.core.dist_checkpointing.mapping': ['ShardedTensor'],
             'megatron.core.dist_checkpointing.serialization': [
-                'load_common', 'load_common_state_dict',
+                'load_common', 'load_common_state_dict', 'save',
             ],
         },
         'functions': [
-            '_without_leaked_state(load, checkpoint_dir)', 'load_common(checkpoint_dir)',
-            'load_common_state_dict(checkpoint_dir)',
+            '_is_whole_host_tensor(data)', '_without_leaked_state(load, checkpoint_dir)',
+            'load_common(checkpoint_dir)', 'load_common_state_dict(checkpoint_dir)',
+            'save(sharded_state_dict, *args, **kwargs)',
         ],
     },
     'megatron.core.dist_checkpointing.stored_checkpoint': {
