@@ -299,7 +299,7 @@ NEEDS: dict[str, dict] = {
             '_refuse_other_format(args, checkpoint_name, ckpt_type)',
             '_refuse_other_legacy(state_dict, checkpoint_name, run)',
             '_refuse_what_is_not_stored(load, sharded_state_dict, args)',
-            '_tell_that_this_is_active()',
+            '_tell_that_this_is_active()', '_without_mismatches(loaded)',
             'check_checkpoint_args(checkpoint_args, *args, **kwargs)',
             'generate_state_dict(args, model, optimizer, *rest, **kwargs)',
             'load_args_from_checkpoint(args, *rest, **kwargs)',
