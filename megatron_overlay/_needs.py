@@ -95,13 +95,16 @@ NEEDS: dict[str, dict] = {
         'extends': True,
         'overlay': ['.leaked_state'],
         'names': {
+            'megatron.core.dist_checkpointing.dict_utils': ['nested_values'],
+            'megatron.core.dist_checkpointing.mapping': ['ShardedTensor'],
             'megatron.core.dist_checkpointing.serialization': [
-                'load_common', 'load_common_state_dict',
+                'load_common', 'load_common_state_dict', 'save',
             ],
         },
         'functions': [
-            '_without_leaked_state(load, checkpoint_dir)', 'load_common(checkpoint_dir)',
-            'load_common_state_dict(checkpoint_dir)',
+            '_is_whole_host_tensor(data)', '_without_leaked_state(load, checkpoint_dir)',
+            'load_common(checkpoint_dir)', 'load_common_state_dict(checkpoint_dir)',
+            'save(sharded_state_dict, *args, **kwargs)',
         ],
     },
     'megatron.core.dist_checkpointing.stored_checkpoint': {
@@ -299,7 +302,7 @@ NEEDS: dict[str, dict] = {
             '_refuse_other_format(args, checkpoint_name, ckpt_type)',
             '_refuse_other_legacy(state_dict, checkpoint_name, run)',
             '_refuse_what_is_not_stored(load, sharded_state_dict, args)',
-            '_tell_that_this_is_active()',
+            '_tell_that_this_is_active()', '_without_mismatches(loaded)',
             'check_checkpoint_args(checkpoint_args, *args, **kwargs)',
             'generate_state_dict(args, model, optimizer, *rest, **kwargs)',
             'load_args_from_checkpoint(args, *rest, **kwargs)',

@@ -137,6 +137,7 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
         result = upstream._load_base_checkpoint(
             load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **kwargs
         )
+    result = _without_mismatches(result[0]), *result[1:]
     if layer_maps is not None:
         record.check()
     if result[0] is not None and isinstance(result[0].get('args'), dict):
@@ -152,6 +153,23 @@ def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, 
         load.loaded = result[0]
         settle_schedules(result[0], load.optimizer, args)
     return result
+
+
+def _without_mismatches(loaded):
+    """What was loaded, also where ``--dist-ckpt-strictness return_…`` adds keys that didn't match.
+
+    Upstream takes all of it for the state dict.
+    """
+    if not isinstance(loaded, tuple):
+        return loaded
+    state_dict, missing, unexpected = loaded
+    for where, keys in (('the checkpoint', missing), ('the run', unexpected)):
+        if keys:
+            print_rank_0(
+                f'> WARNING: {len(keys)} keys are only in {where} and not loaded, such as '
+                f'{min(keys)}.'
+            )
+    return state_dict
 
 
 def _look_at_checkpoint(load: Load, args, state_dict, checkpoint_name, release, ckpt_type) -> None:

@@ -62,8 +62,10 @@ def conversion_refusal(stored: StoredCheckpoint, args: Any) -> str:
 
     In buckets it goes into runs of the same TP and PP size.
     """
+    nothing_known = stored.layout is None and 'content_metadata' not in stored.common
     if (
         stored.release
+        or nothing_known
         or stored.format != TORCH_DIST
         or any(getattr(args, name, False) for name in ('no_load_optim', 'finetune'))
         or saved_without_optimizer(stored)

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megatron.core.models.gpt import GPTModel
 
 from tests.cpu_megatron.arguments import with_defaults
@@ -163,6 +165,68 @@ def test_a_replaced_hybrid_model_is_what_a_run_is_compared_with(args):
     with mock.patch('megatron.core.models.hybrid.hybrid_model.HybridModel', GPTModel):
         maps, _ = _maybe_setup_gpt_to_hybrid_load(args, saved, gpt())
     assert maps.num_gpt_layers == 2
+
+
+def test_where_only_arguments_are_known_the_optimizer_state_is_not_refused(args):
+    from megatron.training.checkpointing import _maybe_setup_gpt_to_hybrid_load
+
+    saved = Namespace(num_layers=2, use_distributed_optimizer=True, ckpt_fully_parallel_save=True)
+    assert _maybe_setup_gpt_to_hybrid_load(args, saved, gpt()) == (None, False)
+
+
+class LocalCheckpoints:
+    """In place of nvidia-resiliency-ext's manager: one checkpoint, in memory."""
+
+    def __init__(self, state_dict):
+        sharded, common = save_preprocess(state_dict)
+        self.checkpoint = MCoreTensorAwareStateDict(common, sharded)
+
+    def find_latest(self):
+        return 3
+
+    def load(self):
+        return self.checkpoint, 'local_3'
+
+
+def test_a_local_checkpoint(args):
+    from megatron.training import checkpointing
+
+    args.non_persistent_ckpt_type, args.non_persistent_local_ckpt_algo = 'local', 'atomic'
+    source, run = (Training.start(gpt(), distributed_optimizer()) for _ in range(2))
+    source.train(2)
+    metadata = {'metadata': checkpointing._build_sharded_state_dict_metadata(args)}
+    state = checkpointing.generate_state_dict(
+        args,
+        checkpointing.unwrap_model(source.model),
+        source.optimizer,
+        None,
+        None,
+        iteration=3,
+        optim_sd_kwargs=metadata,
+        model_sd_kwargs=metadata,
+    )
+    context = {'local_checkpoint_manager': LocalCheckpoints(state)}
+    loaded = checkpointing.load_checkpoint(
+        run.model, run.optimizer, None, checkpointing_context=context
+    )
+    assert loaded[0] == 3
+    run.iteration = source.iteration
+    assert run.train(2) == source.train(2)
+
+
+@pytest.mark.parametrize('strictness', ['return_all', 'return_unexpected'])
+def test_a_load_that_returns_what_does_not_match(strictness, args, capsys):
+    from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+    source, run = (Training.start(gpt(), distributed_optimizer()) for _ in range(2))
+    source.train(2)
+    save_checkpoint(3, source.model, source.optimizer, None, 0)
+    args.dist_ckpt_strictness, args.no_load_optim = strictness, True
+    assert load_checkpoint(run.model, run.optimizer, None)[0] == 3
+    told = 'are only in the checkpoint and not loaded, such as optimizer.state.exp_avg.decoder.'
+    assert (told in capsys.readouterr().out) == (strictness == 'return_all')
+    for own, saved in zip(run.model[0].parameters(), source.model[0].parameters(), strict=True):
+        assert torch.equal(own, saved)
 
 
 @pytest.mark.parametrize('distributed', [True, False])
