@@ -248,18 +248,24 @@ def _replaced_and_fresh(layer_maps: GPTCompatLayerMaps) -> Iterator[str]:
 
 def words_on_optimizer(stored: StoredCheckpoint, plan: LoadPlan) -> tuple[str, str]:
     """What becomes of the stored optimizer state, as a sentence on the load and as a phrase."""
+    will_load = 'Will load'
+    if any(NORMS_IN_ATTENTION in note for note in plan.notes):
+        will_load += ' in a run with such a --spec'
     if stored.release:
         fresh = 'the optimizer starts fresh, as from any release'
-        return f'Will load; {fresh}.', fresh
+        return f'{will_load}; {fresh}.', fresh
     if plan.optimizer_refusal:
         how = 'with --no-load-optim'
         if plan.load_optim and is_convertible(stored):
             how = f'after a conversion, or {how}'
-        return f'Will load {how}. {plan.optimizer_refusal}', f'{how}: {plan.optimizer_refusal}'
+        return f'{will_load} {how}. {plan.optimizer_refusal}', f'{how}: {plan.optimizer_refusal}'
     if needs_undistributed_optimizer(stored):
         run = 'without --use-distributed-optimizer'
-        return f'Will load, with its optimizer state in a run {run}.', f'optimizer state too, {run}'
-    return 'Will load, with its optimizer state.', 'optimizer state too'
+        return (
+            f'{will_load}, with its optimizer state in a run {run}.',
+            f'optimizer state too, {run}',
+        )
+    return f'{will_load}, with its optimizer state.', 'optimizer state too'
 
 
 def has_norms_in_attention(layout: CheckpointLayout) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from megatron.core.dist_checkpointing.load_plan import any_run, plan_load
+from megatron.core.dist_checkpointing.load_plan import any_run, plan_load, words_on_optimizer
 from megatron.core.dist_checkpointing.mamba_from_attention import with_warm_start
 from megatron.core.dist_checkpointing.stored_checkpoint import StoredCheckpoint
 from megatron.training.arguments import add_megatron_arguments
@@ -225,8 +225,10 @@ def test_other_heads_are_named_before_sizes_that_follow_from_them():
 def test_norms_of_queries_and_keys_are_not_in_hybrid_layers(pattern, told):
     norms = [f'self_attention.{name}_layernorm.weight' for name in 'qk']
     layout = layout_of(2, ['self_attention.linear_qkv.weight', *norms])
-    notes = plan(pattern, layout, replace_gpt_attention=True).notes
-    assert any('--qk-layernorm' in note and '--spec' in note for note in notes) == told
+    found = plan(pattern, layout, replace_gpt_attention=True)
+    assert any('--qk-layernorm' in note and '--spec' in note for note in found.notes) == told
+    sentence, _ = words_on_optimizer(StoredCheckpoint(layout), found)
+    assert ('--spec' in sentence) == told
 
 
 def test_the_parser_has_the_arguments():
