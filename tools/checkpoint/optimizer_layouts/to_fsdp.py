@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_keys import (
     PARAM,
+    RNG,
+    kind_of,
     parse_key,
     state_key,
 )
@@ -150,7 +152,7 @@ def _notes(checkpoint: Checkpoint, whole: Iterable[str], trained: bool) -> Itera
             'the rows of Mamba layers are in the order of the tensor-parallel ranks: pass '
             f'--tensor-model-parallel-size {tensor_size(checkpoint)} to the run that loads it'
         )
-    if any(key.startswith('rng_state') for key in checkpoint.copied):
+    if any(kind_of(key) == RNG for key in checkpoint.copied):
         yield 'random state is not converted: pass --no-load-rng to the run that loads it'
     if trained and scales_loss(checkpoint.args):
         yield 'Megatron-FSDP does not load a loss scale: the next run begins with its initial one'
