@@ -273,13 +273,16 @@ def test_a_depth_lacks_a_weight(tmp_path):
                 names_of_model(args, layout, tmp_path)
 
 
-def test_pipeline_stages_go_there_and_back(tmp_path):
+@pytest.mark.parametrize(
+    ('kind', 'layers'), [('gpt', ['--swiglu']), ('hybrid', ['--hybrid-layer-pattern', 'M*|-M'])]
+)
+def test_pipeline_stages_go_there_and_back(tmp_path, kind, layers):
     """Megatron-FSDP has none, and numbers layers through."""
     root = tmp_path / 'stages'
-    arguments = ['--bf16', '--swiglu', *DDP, '--pipeline-model-parallel-size', '2']
+    arguments = ['--bf16', *layers, *DDP, '--pipeline-model-parallel-size', '2']
     task = {
         'name': 'stages',
-        'kind': 'gpt',
+        'kind': kind,
         'arguments': [*arguments, '--train-iters', '3', '--save', str(root)],
         'result': str(tmp_path / 'record'),
     }

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tests.unit_tests.tools.checkpoint.fsdp_twins import (
-    DDP,
     FSDP,
     LEFT_OUT,
     SEVERAL_CONNECTIONS,
@@ -202,22 +201,6 @@ def test_multi_latent_attention(tmp_path):
     convert_optimizer(twins.torch_dist, tmp_path / 'back', to='fsdp_dtensor')
     found = fsdp_differences(tmp_path / 'back', twins.fsdp)
     assert [key for key in found if 'rng_state' not in key] == ['args']
-
-
-def test_pipeline_stages_go_there_and_back(tmp_path):
-    root = tmp_path / 'stages'
-    pattern = ['--hybrid-layer-pattern', 'M*|-M', '--pipeline-model-parallel-size', '2']
-    task = {
-        'name': 'stages',
-        'kind': 'hybrid',
-        'arguments': ['--bf16', *DDP, *pattern, '--train-iters', '3', '--save', str(root)],
-        'result': str(tmp_path / 'record'),
-    }
-    launch(2, [task], tmp_path / 'tasks.json')
-    read_records(tmp_path / 'record')
-    convert_optimizer(root, tmp_path / 'fsdp', to='fsdp_dtensor')
-    convert_optimizer(tmp_path / 'fsdp', tmp_path / 'back')
-    assert differences(tmp_path / 'back', root) == LEFT_OUT
 
 
 @pytest.mark.parametrize(
