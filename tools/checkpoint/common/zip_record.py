@@ -162,8 +162,10 @@ def _directory_place(tail: bytes, tail_start: int) -> tuple[int, int, int]:
         raise NotPlain
     if start == 0xFFFFFFFF or size == 0xFFFFFFFF or count == 0xFFFF:
         magic, _, where, _ = _END64_LOCATOR.unpack_from(tail, at - _END64_LOCATOR.size)
+        if magic != b'PK\x06\x07' or not tail_start <= where < tail_start + at:
+            raise NotPlain
         fields = _END64.unpack_from(tail, where - tail_start)
-        if magic != b'PK\x06\x07' or fields[0] != b'PK\x06\x06' or where < tail_start:
+        if fields[0] != b'PK\x06\x06':
             raise NotPlain
         count, size, start = fields[7:10]
     return count, size, start

@@ -76,7 +76,7 @@ def summarise_legacy(found: FoundCheckpoint) -> CheckpointSummary:
             uses.weighted_merge(directory),
             _converter(side, files),
             Use(uses.INTEROP, False, LEGACY_REFUSAL),
-            _resume(optimizer, side),
+            _resume(optimizer, side, files),
         ],
     )
 
@@ -164,7 +164,7 @@ def _check(side: Side, files: Mapping[Path, MappedFile], *, drop_optimizer: bool
         pass
 
 
-def _resume(optimizer: OptimizerState, side: Side) -> Use:
+def _resume(optimizer: OptimizerState, side: Side, files: Mapping[Path, MappedFile]) -> Use:
     """Whether a run goes on from it: as the converter sees which ranks are missing."""
     try:
         side.require_contiguous(side.stages)
@@ -173,5 +173,9 @@ def _resume(optimizer: OptimizerState, side: Side) -> Use:
         return Use(uses.RESUME, False, str(error))
     if optimizer.format == NO_STATE:
         return Use(uses.RESUME, False, 'no optimizer state; load with --no-load-optim')
+    without = [path for path, file in files.items() if not file.state.get('optimizer')]
+    if optimizer.format == IN_RANK_FILES and without:
+        reason = f'no optimizer state in {without[0]}, but in others; load with --no-load-optim'
+        return Use(uses.RESUME, False, reason)
     sizes = 'TP, PP, VPP and EP' + ('' if optimizer.format == IN_RANK_FILES else ', and DP')
     return Use(uses.RESUME, True, f'with the same {sizes}')

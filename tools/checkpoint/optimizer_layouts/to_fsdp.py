@@ -26,7 +26,7 @@ from megatron_overlay.standalone.dist_checkpointing.format_names import (
     NO_STATE,
 )
 
-from ..common.errors import CheckpointError
+from ..common.errors import CheckpointError, shown
 from ..merge.geometry import Box, runs
 from ..merge.plan import MadeBytes, OutputTensor
 from ..merge.source import TensorEntry
@@ -118,6 +118,7 @@ def plan_fsdp(checkpoint: Checkpoint) -> OptimizerPlan:
     assert checkpoint.layout is not None
     names = names_of_model(checkpoint.args, checkpoint.layout, checkpoint.directory)
     _refuse_formats(checkpoint)
+    _refuse_other_widths(checkpoint, names)
     plan = OptimizerPlan({}, [], [], format=FSDP_DTENSOR)
     with_state = _weights_with_state(checkpoint)
     elements = 0
@@ -170,6 +171,22 @@ def _refuse_formats(checkpoint: Checkpoint) -> None:
             f'{checkpoint.directory}: content_metadata: singleton_local_shards: how parameters are '
             'called then is not known here'
         )
+
+
+def _refuse_other_widths(checkpoint: Checkpoint, names: Names) -> None:
+    """``linear_fc1`` is as wide as ``linear_fc2``, and twice that with ``--swiglu``."""
+    for key, weight in checkpoint.weights.items():
+        other = checkpoint.weights.get(key.replace('linear_fc1', 'linear_fc2'))
+        if not key.endswith('linear_fc1.weight') or other is None:
+            continue
+        rows, columns = weight.shape[-2:-1], other.shape[-1:]
+        if rows != tuple(width * (1 + names.gated) for width in columns):
+            raise CheckpointError(
+                f'{checkpoint.directory}: {key} is {list(weight.shape)}, its linear_fc2 '
+                f'{list(other.shape)}, expected {"twice " if names.gated else ""}as many rows as '
+                f'columns there: args.swiglu is {shown(getattr(checkpoint.args, "swiglu", None))}; '
+                'take a checkpoint with the arguments of its own run'
+            )
 
 
 def _weights_with_state(checkpoint: Checkpoint) -> set[str]:

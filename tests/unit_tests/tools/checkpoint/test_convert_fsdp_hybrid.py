@@ -148,6 +148,23 @@ def test_ranks_that_rows_can_not_be_shared_by(stored, tmp_path):
     refused_to_fsdp(stored, tmp_path, 'has 64 rows, expected a multiple of', '3')
 
 
+@pytest.mark.parametrize(('gated', 'rows'), [(False, 128), (True, 64)])
+def test_arguments_that_contradict_the_width_of_an_mlp(stored, tmp_path, gated, rows):
+    """Gate and up would be one parameter, or one parameter two; a load passes over such names."""
+    fc1 = 'decoder.layers.2.mlp.linear_fc1.weight'
+
+    def narrow(metadata):
+        for state in ('', *(f'optimizer.state.{s}.' for s in ('param', 'exp_avg', 'exp_avg_sq'))):
+            entry = metadata.state_dict_metadata[state + fc1]
+            entry.size = torch.Size([rows, 32])
+            entry.chunks = [chunk for chunk in entry.chunks if chunk.offsets[0] < rows]
+
+    set_argument(stored, 'swiglu', gated)
+    edit(stored, narrow)
+    told = f'{fc1} is [{rows}, 32]', '[32, 64]', f'args.swiglu is {gated}'
+    refused_to_fsdp(stored, tmp_path, *told)
+
+
 def test_a_weight_that_is_not_its_main_parameter(stored, tmp_path):
     key = f'{MIXER}in_proj.weight.C'
     flip_bit(stored, MetadataIndex(key, torch.Size([0, 0])), 0)

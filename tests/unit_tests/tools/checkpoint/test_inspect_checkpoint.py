@@ -273,6 +273,14 @@ def test_a_lost_rank_is_told_of_a_resume_too(pp4_tp2, tmp_path, lost, reason):
         assert not works and reason in found
 
 
+@pytest.mark.parametrize('change', [pop('optimizer'), put(None, 'optimizer')])
+def test_a_rank_without_optimizer_state_does_not_resume(pp4, tmp_path, change):
+    root = shutil.copytree(pp4, tmp_path / 'source')
+    edit(change, '00_002')(root)
+    works, reason = use(inspect_checkpoint(root), uses.RESUME)
+    assert not works and 'mp_rank_00_002' in reason and '--no-load-optim' in reason
+
+
 @pytest.mark.parametrize('drop', [[], ['--drop-optimizer']])
 def test_converter_agrees(vpp, tmp_path, drop):
     """What the inspector says of an optimizer state that can't be told apart is what happens."""

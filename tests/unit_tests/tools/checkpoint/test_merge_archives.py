@@ -4,6 +4,7 @@ import contextlib
 import io
 import mmap
 import os
+import struct
 import threading
 import zipfile
 from pathlib import Path
@@ -182,6 +183,16 @@ def test_no_template_where_one_record_lies_in_another():
     grown = content[: at + 20] + wide + wide + content[at + 28 :]
     with pytest.raises(archive.NotPlain):
         template_of(grown)
+
+
+@pytest.mark.parametrize('where', [0, 2**62, 2**64 - 1])
+def test_a_zip64_directory_that_lies_elsewhere_is_not_looked_for(where):
+    """In 64 bits stands what is no offset to Python."""
+    whole = saved(torch.arange(3.0))[:-22]
+    whole += struct.pack('<4sLQL', b'PK\x06\x07', 0, where, 1)
+    whole += struct.pack('<4s4H2LH', b'PK\x05\x06', 0, 0, 1, 1, 2**32 - 1, 2**32 - 1, 0)
+    with pytest.raises(archive.NotPlain):
+        template_of(whole)
 
 
 @pytest.mark.parametrize('threads', [1, 3])
