@@ -173,7 +173,7 @@ def _resume(optimizer: OptimizerState, side: Side, files: Mapping[Path, MappedFi
         return Use(uses.RESUME, False, str(error))
     if optimizer.format == NO_STATE:
         return Use(uses.RESUME, False, 'no optimizer state; load with --no-load-optim')
-    without = [path for path, file in files.items() if not file.state.get('optimizer')]
+    without = [path for path, file in files.items() if file.state.get('optimizer') is None]
     if optimizer.format == IN_RANK_FILES and without:
         reason = f'no optimizer state in {without[0]}, but in others; load with --no-load-optim'
         return Use(uses.RESUME, False, reason)
