@@ -10,6 +10,7 @@ import torch
 from megatron_overlay.standalone.dist_checkpointing.checkpoint_layout import layout_from_keys
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from tests.unit_tests.dist_checkpointing.gpt_runs import needs_latent_layers
 from tests.unit_tests.optimizer.resume_runs import launch, read_records
 from tests.unit_tests.tools.checkpoint.fsdp_twins import (
     FSDP,
@@ -187,7 +188,7 @@ def test_the_report_names_the_size_that_the_rows_are_for(twins, tmp_path):
     assert any('--tensor-model-parallel-size 1' in warning for warning in result.warnings)
 
 
-@pytest.mark.skipif(IN_0_18, reason='megatron-core 0.18 does not look before it loads this format')
+@pytest.mark.skipif(IN_0_18, reason='megatron-core 0.18 loads fsdp_dtensor unseen')
 def test_a_run_of_another_size_is_refused(twins, tmp_path):
     """megatron-core alone takes the rows for others, and trains on."""
     arguments = [*twins.arguments, *FSDP, '--load', str(twins.fsdp), '--train-iters', '4']
@@ -205,7 +206,7 @@ def test_a_run_of_another_size_is_refused(twins, tmp_path):
     assert command in str(error.value)
 
 
-@pytest.mark.skipif(IN_0_18, reason='megatron-core 0.18 has no such layer')
+@needs_latent_layers
 def test_multi_latent_attention(tmp_path):
     latent = [
         *('--hybrid-layer-pattern', 'M+-', '--multi-latent-attention'),
